@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import lightning as L
 import torch
@@ -18,8 +18,7 @@ from leank.data_gen.tasks import Mixture
 HELD_OUT = 2**31  # the first step that no training reaches
 
 
-@dataclass(frozen=True)
-class Ragged:
+class Ragged(NamedTuple):
     """Rows of token ids that differ in length.
 
     ids: [rows, longest], padded on the right with 0.
@@ -38,13 +37,8 @@ class Ragged:
         """A copy with the ids on another device; `non_blocking` is that of `Tensor.to`."""
         return Ragged(self.ids.to(device, non_blocking=non_blocking), self.lengths)
 
-    def pin_memory(self) -> Ragged:
-        """A copy in page-locked memory."""
-        return Ragged(self.ids.pin_memory(), self.lengths.pin_memory())
 
-
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """B documents with M questions each, R = B * M branches; all int64, ids padded on the right with 0.
 
     documents: [B, P], ids.
@@ -63,12 +57,7 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """A copy with the ids on another device; `non_blocking` is that of `Tensor.to`."""
-        parts = (self.documents, self.prompts, self.answers)
-        return Batch(*(rows.to(device, non_blocking) for rows in parts))
-
-    def pin_memory(self) -> Batch:
-        """A copy in page-locked memory."""
-        return Batch(*(rows.pin_memory() for rows in (self.documents, self.prompts, self.answers)))
+        return Batch(*(rows.to(device, non_blocking) for rows in self))
 
 
 def collate(backbone: Backbone, documents: Sequence[Document]) -> Batch:

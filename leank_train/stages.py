@@ -20,12 +20,13 @@ import torch.distributed as dist
 from annotated_types import Ge, Gt, Le
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from leank.backbone import Backbone
 from leank.mask import ROUNDINGS, ChannelMask
 from leank.typed import Checked, Count, OneOf, Positive, Share
 from leank_train.data import Batch
-from leank_train.forward.branching import branch, prefill, student
+from leank_train.forward.branching import Branch, Prefix, branch, prefill, student
 from leank_train.forward.fused import EMPTY_HEADS
 from leank_train.forward.plan import to_device
 from leank_train.forward.sequence_parallel import prefill_in_shares
@@ -99,6 +100,29 @@ class PruningConfig(Checked):
         return max((self.ratio, *self.nested))
 
 
+def read(
+    model: PreTrainedModel, batch: Batch, kernel: str, mean_keys: Tensor | None, ranks: dist.ProcessGroup | None = None
+) -> tuple[Prefix, Branch, Tensor]:
+    """Read a batch once, whatever scores its students have.
+
+    kernel: of the prefill.
+    mean_keys: [L, H, D], what stands for pruned channels; None for 0.
+    ranks: the processes that hold a share of each document; None if this one holds all.
+
+    Returns the documents, the questions, and the teacher's rows of the answers, [R, N, hidden].
+    """
+    documents, prompts = batch.documents, batch.prompts
+    if ranks:
+        prefix = prefill_in_shares(model, documents.ids, documents.lengths, ranks, kernel)
+    else:
+        prefix = prefill(model, documents.ids, documents.lengths, kernel)
+    teacher = branch(model, prefix, prompts.ids, prompts.lengths)
+    full = distill.answer_rows(teacher.hidden, batch.question_lengths, batch.answers.ids.shape[1])
+    if mean_keys is not None:
+        prefix = prefix.center_(mean_keys)
+    return prefix, teacher.cut(batch.question_lengths), full
+
+
 class Stage(L.LightningModule):
     """What both stages share: the frozen decoder, alpha, Adam, and the distillation loss of Eq. 1."""
 
@@ -157,18 +181,9 @@ class Stage(L.LightningModule):
 
         beta: a mask, bool [L, H, D], to measure as it is deployed; by default the student has the stage's scores.
         """
-        model, kernel = self.backbone.model, self.parallel.prefill_kernel
-        documents, prompts, answers = batch.documents, batch.prompts, batch.answers
-        if self.ranks:
-            prefix = prefill_in_shares(model, documents.ids, documents.lengths, self.ranks, kernel)
-        else:
-            prefix = prefill(model, documents.ids, documents.lengths, kernel=kernel)
-        teacher = branch(model, prefix, prompts.ids, prompts.lengths)
-        full = distill.answer_rows(teacher.hidden, batch.question_lengths, answers.ids.shape[1])
-        question = teacher.cut(batch.question_lengths)
+        model, answers = self.backbone.model, batch.answers
+        prefix, question, full = read(model, batch, self.parallel.prefill_kernel, self.mean_keys, self.ranks)
         scores, empty = (self.scores(), self.config.empty_heads) if beta is None else (beta.to(self.alpha), "drop")
-        if self.mean_keys is not None:
-            prefix = prefix.center_(self.mean_keys)
         scaled = student(
             model, prefix, question, answers.ids, answers.lengths, scores,
             sink=self.pruning.sink, window=self.pruning.window, empty_heads=empty,

@@ -32,24 +32,18 @@ UNSEEN = 1_000_003  # added to the seed of a run: validation samples have seeds 
 STRATUM = ["task", "length"]
 
 
-class SampleCounts(TypedDict):
-    """Which samples validation has scored."""
-
-    per_task_and_length: int
-    lengths: list[int]
-
-
 class Validation(TypedDict):
     """Scores of validation, %.
 
     recall, exact_match: method -> task, or "average" -> score.
     leank_minus: method -> the points by which the learned mask is above it (mean), and its interval (low, high).
+    samples: how many were scored: "per_task_and_length", and the "lengths".
     """
 
     recall: dict[str, dict[str, float]]
     exact_match: dict[str, dict[str, float]]
     leank_minus: dict[str, dict[str, float]]
-    samples: SampleCounts
+    samples: dict[str, int | list[int]]
 
 
 def validate(config: RunConfig, backbone: Backbone, mask: ChannelMask, out: Path) -> Validation:

@@ -22,11 +22,11 @@ from leank.data_gen.tasks import Mixture
 from leank.head import Head, check_head
 from leank.mask import ChannelMask
 from leank_train.data import HELD_OUT, Batch, collate
-from leank_train.forward.branching import branch, prefill, student
-from leank_train.objective import distill
+from leank_train.forward.branching import student
 from leank_train.objective.kl import kl_loss
 from leank_train.running.progress import Meter
 from leank_train.settings import RunConfig
+from leank_train.stages import read
 
 TASKS, TEXT = "tasks", "text"  # the kinds of documents
 MASK, STAGE1, FREQUENCIES, NO_MIDDLE = "leank", "stage1", "lowest_frequencies", "no_middle"
@@ -140,15 +140,11 @@ def _divergences(
 ) -> dict[str, float]:
     """Return KL to dense under each mask; the document and its questions are read once."""
     model, pruning = backbone.model, config.pruning
-    prefix = prefill(model, batch.documents.ids, batch.documents.lengths, kernel=config.trainer.prefill_kernel)
-    teacher = branch(model, prefix, batch.prompts.ids, batch.prompts.lengths)
-    full = distill.answer_rows(teacher.hidden, batch.question_lengths, batch.answers.ids.shape[1])
-    question, head = teacher.cut(batch.question_lengths), Head.of(model)
-    centered = prefix if mean_keys is None else prefix.center_(mean_keys)
-    found = {}
+    prefix, question, full = read(model, batch, config.trainer.prefill_kernel, mean_keys)
+    head, found = Head.of(model), {}
     for name, keep in masks.items():
         pruned = student(
-            model, centered, question, batch.answers.ids, batch.answers.lengths, keep.to(model.device, torch.float32),
+            model, prefix, question, batch.answers.ids, batch.answers.lengths, keep.to(model.device, torch.float32),
             sink=pruning.sink, window=pruning.window, empty_heads="drop",
         )  # fmt: skip
         found[name] = float(kl_loss(head, full, pruned, batch.answers.lengths))

@@ -16,7 +16,7 @@ OF_PROGRAMS = ("leank.eval.papers", "data_gen", "scripts.")
 CONFIGS = {"leank_train": "train", "eval": "eval"}
 OPERATORS = {*"&;|()<"}
 LEFT_OPEN = {"...", "[--fuse]", "$S"}  # a line with one of these is not a whole command
-OTHER = {"report", "diff"}  # no settings
+OTHER = {"report", "diff", "doctor", "share"}  # no settings
 WRITTEN = re.compile(r"largest_key|value_norm|per_token|lockers|=cosine")  # what the reader writes; see test_extend.py
 
 

@@ -58,20 +58,9 @@ BEFORE_TRAINING = {
     ),
     "no network": (["model.name=org/Llama-8B"], [r"model\.name='org/Llama-8B'", "no hub copy", "or log in to the hub"]),
     "missing essays": (["data.essays=/nowhere.txt"], [r"essays='/nowhere\.txt' does not exist", "give a .txt"]),
-    # names of variants
-    **{
-        key: ([f"++stage1.{key}=other"], [rf"stage1\.{key}='other' must be"])
-        for key in ("schedule", "reduction", "l1", "straight_through", "empty_heads", "objective")
-    },
-    "rounding": (["pruning.rounding=up"], [r"pruning\.rounding='up' must be"]),
-    "type of the weights": (["model.dtype=int4"], [r"model\.dtype='int4' must be"]),
     "key of a stage": (["+stage2.lamda=1"], [r"stage2\.lamda is no setting; did you mean lam\? There are steps, lr"]),
-    # numbers
-    "learning rate": (["stage2.lr=0"], [r"stage2\.lr=0 must be"]),
-    "half a document": (["data.documents=0.5"], [r"data\.documents=0\.5 must be"]),
     "no steps": (["stage1.steps=0", "stage2.steps=0"], ["nothing would be learned; give one"]),
     "lengths": (["data.min_length=500"], [r"data\.min_length=500 is above data\.max_length=400"]),
-    "batch": ([*VALIDATION, "validation.batch=0"], [r"validation\.batch=0 must be"]),
     # tasks
     "unknown task": (["++data.tasks.vtt=1"], ["task='vtt' is unknown; choose one of .*multikey"]),
     "unknown task of the validation": (

@@ -175,6 +175,21 @@ def test_evaluation_refuses_nonsense(make, message):
         (["+trainer.gradient_clip_val=1"], r"trainer\.gradient_clip_val is no setting"),
         (["+logger._target_=os.system"], r"logger\._target_ is no setting"),
         (["+data.question=1"], r"data\.question is no setting; did you mean questions\?"),
+        (["++stage2.lam=auto"], "stage2.lam='auto' has no effect: only stage 1 has it; leave it out"),
+        (["++stage2.l1=sum"], "stage2.l1='sum' has no effect: only stage 1 has it"),
+        (["++stage1.straight_through=alpha_beta"], "stage1.straight_through='alpha_beta' has no effect: only stage 2"),
+        (["stage1.l1=sum"], "stage1.l1='sum' and stage1.reduction='official' with stage1.lam='auto': .* fit means"),
+        (["stage1.reduction=paper"], "stage1.reduction='paper' with stage1.lam='auto'"),
+        (["++stage1.objective=mse"], "stage1.objective='mse' must be"),
+        (["trainer.sequence_parallel=2"], "trainer.sequence_parallel=2 needs several processes"),
+        (["trainer.shard_weights=true"], "trainer.shard_weights=True needs several processes"),
+        (["trainer=fsdp", "validation.samples=1"], "validation.samples=1: validation runs in one process"),
+        (
+            ["trainer=sequence_parallel", "+model.overrides.rope_parameters={rope_type: dynamic, factor: 2.0}"],
+            "trainer.sequence_parallel=4: the RoPE of .*rope_type=dynamic",
+        ),
+        (["trainer.precision=bf16-true"], "trainer.precision='bf16-true' rounds the scores or the logits"),
+        (["trainer.prefill_kernel=flash_attn"], "prefill_kernel='flash_attn', but the package is not installed"),
     ],
 )
 def test_training_refuses_nonsense(overrides, message):

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 
 from leank import backbone as backbones
 from leank.data_gen.tasks import Mixture
-from leank.typed import BadConfig
 from leank_train.data import RetrievalData, Steps
 from leank_train.fitting import EarlyStop, best_look, first_look
 from leank_train.running.recorder import Recorder
-from leank_train.settings import check, fingerprint
 from leank_train.stages import PruningConfig, Stage, Stage1, Stage2, StageConfig
 from leank_train.train import run
 from tests.helpers.ranks import forked_ranks
@@ -200,16 +198,3 @@ def test_ranks_stop_where_one_process_stops(model_folder, tmp_path):
     assert [step for step, _ in ours] == [step for step, _ in theirs]
     assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in theirs], rel=1e-3)
     assert output.count("stage1 ended at step") == 1
-
-
-def test_patience_is_part_of_a_run(model_folder):
-    plain, patient = settings(model_folder), settings(model_folder, "stage1.patience=3")
-    assert (
-        fingerprint(plain)
-        != fingerprint(patient)
-        != fingerprint(settings(model_folder, "stage1.patience=3", "stage1.heldout_every=7"))
-    )
-    with pytest.raises(BadConfig, match=r"stage1\.patience=-1 must be"):
-        check(settings(model_folder, "stage1.patience=-1"))
-    with pytest.raises(BadConfig, match=r"stage2\.heldout_documents=0 must be"):
-        check(settings(model_folder, "stage2.heldout_documents=0"))

@@ -1,0 +1,182 @@
+"""Several processes: ranks with documents, contexts or weights in shares learn what one process learns."""
+
+import os
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from leank import backbone as backbones
+from leank.data_gen.tasks import Mixture
+from leank.mask import ChannelMask
+from leank_train import data
+from leank_train.data import RetrievalData, Steps, collate
+from leank_train.forward.branching import prefill
+from leank_train.running.parallel import shard
+from leank_train.settings import check
+from leank_train.train import run
+from tests.conftest import tiny_model
+from tests.helpers.branches import DOCUMENTS, batch, pad, step
+from tests.helpers.ranks import SETTINGS, forked_ranks, record, two_ranks
+from tests.helpers.tiny_run import alpha, settings
+
+LONG = [
+    *SETTINGS, "data.questions=2", "data.min_length=450", "data.max_length=500", "stage1.steps=3", "stage2.steps=2",
+    "stage2.empty_heads=drop",
+]  # fmt: skip
+STEERED = [
+    "stage1=steered", "stage2=kl", "model.dtype=float64", "stage1.steps=4", "stage2.steps=2", "stage1.lr=0.1",
+    "stage2.lr=0.05",
+]  # fmt: skip
+TIED = ["+model.overrides.tie_word_embeddings=true"]
+PAPER = [*SETTINGS, "stage1.reduction=paper", "stage2.reduction=paper"]
+SEQUENCE = ["trainer.sequence_parallel=2"]
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("trainer", "devices", "settings_of_all", "of_ranks", "documents"),
+    [
+        ("ddp", 2, SETTINGS, [], 2),
+        pytest.param("ddp", 2, PAPER, [], 2, marks=slow),
+        ("sequence_parallel", 2, LONG, [*SEQUENCE, "data.documents=2"], 2),  # uneven lengths, padded
+        pytest.param("sequence_parallel", 4, LONG, SEQUENCE, 2, marks=slow),  # two groups
+        pytest.param("fsdp", 2, LONG, [], 2, marks=slow),
+        pytest.param("fsdp", 2, LONG, SEQUENCE, 1, marks=slow),
+        pytest.param("ddp", 2, STEERED, [], 2, marks=slow),
+        pytest.param("sequence_parallel", 2, STEERED, SEQUENCE, 1, marks=slow),
+        ("fsdp", 2, STEERED, [], 2),
+        pytest.param("fsdp", 2, [*STEERED, *TIED], [], 2, marks=slow),
+    ],
+)
+def test_ranks_learn_what_one_process_learns(
+    model_folder, tmp_path, trainer, devices, settings_of_all, of_ranks, documents
+):
+    """`documents` of one process are those of all ranks in a step."""
+    output = forked_ranks(
+        model_folder, tmp_path, "ranks", *settings_of_all, *of_ranks, trainer=trainer, devices=devices
+    )
+    assert {p.name for p in tmp_path.iterdir()} - {"ranks.log"} == {"ranks"}  # no rank has written elsewhere
+    assert output.count("mask      ") == 1
+    run(settings(model_folder, *settings_of_all, f"data.documents={documents}"), tmp_path / "one")
+    for stage in ("stage1", "stage2"):
+        for ours, theirs in zip(record(tmp_path / "ranks", stage), record(tmp_path / "one", stage), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-12)
+    torch.testing.assert_close(alpha(tmp_path / "ranks"), alpha(tmp_path / "one"), rtol=1e-5, atol=1e-6)
+    ranks, one = (ChannelMask.load(tmp_path / name / "mask.safetensors") for name in ("ranks", "one"))
+    assert torch.equal(ranks.keep, one.keep)
+
+
+def test_ranks_of_one_step_may_have_different_tasks(model_folder):
+    config = check(settings(model_folder, *SETTINGS))
+    mixed = config.mixture(backbones.load(str(model_folder)), per_length=2)
+    assert any(mixed[i].task != mixed[i + 1].task for i in range(0, 10, 2))
+
+
+def test_a_prompt_ends_in_its_answer(model_folder):
+    """What precedes it is the question, of any length; moving a batch moves its ids and leaves lengths on the host."""
+    backbone = backbones.load(str(model_folder))
+    mixed = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 500, 600, per_length=2, questions=2)
+    made = collate(backbone, [mixed[0], mixed[1]])
+    assert (len(made.documents.ids), len(made.prompts.ids)) == (2, 4)
+    for prompt, answer, before in zip(made.prompts.ids, made.answers.ids, made.question_lengths, strict=True):
+        tokens = answer[: len(prompt) - before]
+        assert torch.equal(prompt[before : before + len(tokens)], tokens)
+    moved = made.to("meta")
+    for rows in (moved.documents, moved.prompts, moved.answers):
+        assert (rows.ids.device.type, rows.lengths.device.type) == ("meta", "cpu")
+
+
+class Numbers:
+    """A mixture whose document number i is i."""
+
+    def __getitem__(self, index):
+        return index
+
+
+@given(st.integers(1, 5), st.integers(0, 50), st.integers(1, 4))
+def test_any_number_of_ranks_sees_the_same_documents(quarter, start, steps):
+    """At the same documents a step: the same in every step, each once, none left out between steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "collate", lambda backbone, documents: documents)
+        for world in (1, 2, 4):
+            ranks = [Steps(None, Numbers(), 4 * quarter // world, rank, world) for rank in range(world)]
+            for item in range(steps):
+                seen = [number for rank in ranks for number in rank[start + item]]
+                assert seen == [*range((start + item) * 4 * quarter, (start + item + 1) * 4 * quarter)]
+
+
+def test_documents_do_not_depend_on_the_number_of_ranks(model_folder):
+    """What number i is, its length included: the same at the same documents a step."""
+    backbone = backbones.load(str(model_folder))
+    made = [
+        config.mixture(backbone, per_length=config.data.documents * world)
+        for world in (1, 2, 4)
+        for config in [check(settings(model_folder, "++data.tasks.kv=1", f"data.documents={4 // world}"))]
+    ]
+    for index in range(8):
+        assert made[0][index] == made[1][index] == made[2][index]
+    for mixed in made:
+        assert len({mixed.length_of(i) for i in range(4)}) == 1  # so that no rank waits for a longer document
+
+
+@pytest.mark.slow
+def test_two_ranks_killed_and_started_again(model_folder, tmp_path):
+    """The first process is killed, the second one follows; both go on from the same checkpoint."""
+    process = two_ranks(model_folder, tmp_path, "killed", *SETTINGS, "stage1.steps=40")
+    while process.poll() is None and not (tmp_path / "killed/checkpoints/stage1/last.ckpt").exists():
+        time.sleep(0.005)
+    process.kill()
+    process.communicate(timeout=60)  # ends when the second process has closed its output, too
+    assert not (tmp_path / "killed/mask.safetensors").exists()
+    for out in ("killed", "whole"):
+        process = two_ranks(model_folder, tmp_path, out, *SETTINGS, "stage1.steps=40")
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output
+    assert torch.equal(alpha(tmp_path / "killed"), alpha(tmp_path / "whole"))
+
+
+def test_ranks_of_a_context_see_the_same_documents(model_folder):
+    backbone = backbones.load(str(model_folder))
+    mixture = Mixture({"multikey": 1, "kv": 1}, backbone.tokenizer, 300, 400, per_length=2)
+
+    def first(rank, world, together):
+        data = RetrievalData(backbone, mixture, together=together)
+        data.trainer = SimpleNamespace(global_rank=rank, world_size=world)
+        return next(iter(data.train_dataloader())).documents.ids
+
+    groups = [first(rank, 2, 1) for rank in range(2)]
+    assert not torch.equal(*groups)
+    assert all(torch.equal(first(rank, 4, 2), groups[rank // 2]) for rank in range(4))
+
+
+def test_processes_that_do_not_divide_are_named(model_folder, tmp_path):
+    config = settings(model_folder, "trainer=sequence_parallel", "trainer.accelerator=cpu", "trainer.devices=2")
+    with pytest.raises(ValueError, match=r"sequence_parallel=4 does not divide the 2 processes of trainer.devices=2"):
+        run(config, tmp_path)
+
+
+def one_of_two(rank, address):
+    """A rank that has half the weights finds the hidden states and the gradient that whole ones give."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", f"file://{address}", timedelta(seconds=60), rank=rank, world_size=2)
+    model, whole = tiny_model("llama"), tiny_model("llama")
+    for _ in range(2):  # the second stage asks again
+        shard(model, torch.device("cpu"))
+    documents = pad(batch()[0])
+    ours, theirs = (step(m, prefill(m, documents, DOCUMENTS), 3, 6, "drop") for m in (model, whole))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+    held = sum(p.to_local().numel() for p in model.base_model.parameters())  # after the passes: none is left whole
+    assert held == sum(p.numel() for p in whole.base_model.parameters()) // 2
+    dist.destroy_process_group()
+
+
+def test_a_rank_holds_half_the_weights(tmp_path):
+    mp.start_processes(one_of_two, (tmp_path / "address",), 2, start_method="fork")
