@@ -8,10 +8,10 @@ python -m eval diff outputs/eval/reference_ruler dense leank
 
 from __future__ import annotations
 
-import inspect
+import argparse
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,55 +100,44 @@ def main(config: DictConfig) -> None:
         run(plain, directory)  # type: ignore[arg-type]
 
 
-def report(directory: str, *methods: str) -> None:
-    """Compute the report of a run again, from its rows.
-
-    It compares each METHOD with every other by sample; without any, the learned masks if they are few.
-    """
-    from leank.eval.report import write_report
-
-    write_report(Path(directory), methods)
-    print(f"report: {Path(directory) / 'report.html'}")
-
-
-def diff(directory: str, first: str, second: str) -> None:
-    """Compare two methods of a run, sample by sample."""
-    from leank.eval.report import write_diff
-
-    if first == second:
-        raise ValueError(f"{first} and {second} are the same method; give two of a run")
-    path, text = write_diff(Path(directory), first, second)
-    print(f"{text}\n\nevery sample: {path}")
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the commands that compute from rows alone."""
+    made = argparse.ArgumentParser(prog="python -m eval")
+    commands = made.add_subparsers(dest="command", required=True)
+    report = commands.add_parser("report", help="compute the report of a run again, from its rows")
+    diff = commands.add_parser("diff", help="compare two methods of a run, sample by sample")
+    for one in (report, diff):
+        one.add_argument("directory", type=Path, metavar="DIR", help="of the run")
+    report.add_argument(
+        "methods", nargs="*", metavar="METHOD",
+        help="compared with every other by sample; without any, the learned masks are if they are few",
+    )  # fmt: skip
+    diff.add_argument("methods", nargs=2, metavar="METHOD")
+    return made
 
 
-COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
-    "report": (report, "DIR [METHOD ...]"), "diff": (diff, "DIR METHOD METHOD"),
-}  # fmt: skip
+def from_rows(given: argparse.Namespace) -> None:
+    """Run a command that computes from rows alone."""
+    from leank.eval.report import write_diff, write_report
 
-
-def from_rows(name: str, given: Sequence[str]) -> None:
-    """Run one of COMMANDS, or print how it is used. Raises ValueError for arguments that it does not take."""
-    command, arguments = COMMANDS[name]
-    usage = f"usage: python -m eval {name} {arguments}"
-    if {"-h", "--help"} & {*given}:
-        print(f"{usage}\n\n{inspect.getdoc(command)}")
-        return
-    needed = arguments.partition(" [")[0].split()
-    if len(given) < len(needed) or (len(given) > len(needed) and "[" not in arguments):
-        raise ValueError(usage)
-    command(*given)
+    if given.command == "report":
+        write_report(given.directory, given.methods)
+        print(f"report: {given.directory / 'report.html'}")
+    else:
+        path, text = write_diff(given.directory, *given.methods)
+        print(f"{text}\n\nevery sample: {path}")
 
 
 def command_line() -> None:
-    """Run one of COMMANDS if the first argument names it, else let Hydra compose the configuration."""
-    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+    """Compute from rows if the first argument says so, else let Hydra compose the configuration."""
+    if sys.argv[1:2] in (["report"], ["diff"]):
+        given = parser().parse_args()
         with ending("eval", lambda: f"the rows are as they were; again: {again('eval')}"):
-            from_rows(sys.argv[1], sys.argv[2:])
+            from_rows(given)
         return
     refuse(sys.argv[1:], "eval")
-    usage = ", ".join(f"python -m eval {name} {arguments}" for name, (_, arguments) in COMMANDS.items())
     with ending("eval"):
-        launch(main, "eval", f"; beside settings there are {usage}, and --help")
+        launch(main, "eval", "; beside settings there are python -m eval report, python -m eval diff, and --help")
 
 
 if __name__ == "__main__":

@@ -6,14 +6,12 @@ their differences are paired.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypedDict
 
 import pandas as pd
 
-from leank import stats
 from leank.backbone import Backbone
 from leank.data_gen.tasks import RULER_NIAH
 from leank.eval.benchmarks.ruler import Ruler
@@ -21,6 +19,7 @@ from leank.eval.inference.models import ModelConfig
 from leank.eval.inference.prompts import overhead
 from leank.eval.methods import Method, build_method
 from leank.eval.methods.channels.static_norm import StaticNorm
+from leank.eval.report.summary import summarise
 from leank.eval.rows.results import Collected
 from leank.eval.run.job import Job
 from leank.eval.run.settings import Settings
@@ -29,19 +28,17 @@ from leank.mask import ChannelMask
 from leank_train.settings import RunConfig
 
 UNSEEN = 1_000_003  # added to the seed of a run: validation samples have seeds of their own
-STRATUM = ["task", "length"]
 
 
 class Validation(TypedDict):
     """Scores of validation, %.
 
-    recall, exact_match: method -> task, or "average" -> score.
+    recall: method -> task, or "average" -> score.
     leank_minus: method -> the points by which the learned mask is above it (mean), and its interval (low, high).
     samples: how many were scored: "per_task_and_length", and the "lengths".
     """
 
     recall: dict[str, dict[str, float]]
-    exact_match: dict[str, dict[str, float]]
     leank_minus: dict[str, dict[str, float]]
     samples: dict[str, int | list[int]]
 
@@ -57,20 +54,22 @@ def validate(config: RunConfig, backbone: Backbone, mask: ChannelMask, out: Path
     replay = Settings(batch_size=settings.batch, max_new_tokens=settings.max_new_tokens)
     rows = Collected()
     Job(model, methods, benchmark(config), replay).run(rows, backbone.model, backbone.tokenizer)
-    scores = pd.DataFrame(rows.rows)[["method", *STRATUM, "sample", "score"]]
-    recall = table(scores)
-    found: Validation = {
-        "recall": recall,
-        "exact_match": table(scores.assign(score=(scores["score"] == 1.0).astype(float))),
-        "leank_minus": {one.label: above(scores, one.label) for one in methods if one.label != "leank"},
-        "samples": {"per_task_and_length": settings.samples, "lengths": list(settings.lengths)},
-    }
-    text = markdown(recall)
+    (run,) = summarise(rows.rows)["runs"]
+    recall = pd.DataFrame(run["cells"]).pivot_table("score", "method", "task", sort=False)
+    recall["average"] = recall.mean(axis=1)
+    text = recall.to_markdown(floatfmt=".1f")
     write_text(
         out / "validation.md", f"# RULER recall (%), {100 * mask.pruning_ratio:.1f}% of K channels pruned\n\n{text}\n"
     )
-    print("\n" + text, flush=True)
-    return found
+    print(f"\n{text}", flush=True)
+    return {
+        "recall": recall.to_dict("index"),
+        "leank_minus": {
+            one["minus"]: {"mean": one["difference"], "low": one["difference_low"], "high": one["difference_high"]}
+            for one in run["differences"]
+        },
+        "samples": {"per_task_and_length": settings.samples, "lengths": list(settings.lengths)},
+    }
 
 
 def benchmark(config: RunConfig) -> Ruler:
@@ -108,34 +107,3 @@ def check_samples_fit(config: RunConfig, backbone: Backbone) -> None:
         benchmark(config).check(model, tokenizer, overhead(tokenizer, config.model.chat), settings.max_new_tokens)
     except ValueError as error:
         raise ValueError(f"validation.tasks or validation.lengths: {error}") from error
-
-
-def table(scores: pd.DataFrame) -> dict[str, dict[str, float]]:
-    """Return method -> task -> mean score in per cent, and the mean over tasks under "average".
-
-    scores: a line for each sample and method: method, task, length, sample, score (0 to 1).
-    """
-    wide = 100 * scores.pivot_table("score", "method", "task", sort=False)
-    wide["average"] = wide.mean(axis=1)
-    return {str(name): {str(task): float(x) for task, x in row.items()} for name, row in wide.iterrows()}
-
-
-def above(scores: pd.DataFrame, other: str) -> dict[str, float]:
-    """Return by how many points the learned mask is above another method on the samples that both have.
-
-    scores: see `table`.
-
-    Returns the mean over tasks and lengths, which count alike, and the ends (low, high) of its 95% interval.
-    """
-    pairs = scores.pivot_table("score", [*STRATUM, "sample"], "method", sort=False)
-    apart = (100 * (pairs["leank"] - pairs[other])).dropna()
-    strata = [of_stratum.to_numpy() for _, of_stratum in apart.groupby(level=STRATUM, sort=False)]
-    low, high = stats.interval(strata)
-    return {"mean": stats.mean(strata), "low": low, "high": high}
-
-
-def markdown(scores: dict[str, dict[str, float]]) -> str:
-    """Return the result of `table` in Markdown: one row per method, one column per task."""
-    tasks: Sequence[str] = list(next(iter(scores.values())))
-    lines = [[name, *(f"{row[task]:.1f}" for task in tasks)] for name, row in scores.items()]
-    return str(pd.DataFrame(lines, columns=["method", *tasks]).to_markdown(index=False, disable_numparse=True))

@@ -112,11 +112,15 @@ def test_pages_named_in_the_code_are_there(package):
     assert not wrong
 
 
-@pytest.mark.parametrize("page", ["architecture.md", "../CONTRIBUTING.md", "configuration.md"])
+@pytest.mark.parametrize(
+    "page", [*DOCS.glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "README.md"], ids=lambda p: p.name
+)
 def test_paths_are_of_the_tree(page):
-    text = (DOCS / page).read_text(encoding="utf-8")
-    named = re.findall(r"`((?:conf|data_gen|docs|eval|leank_train|scripts|tests)/[\w/.]+)`", text)
-    assert named
+    """Files that readers write themselves (extend.md) and those of a named commit are not there."""
+    text = "" if page.name == "extend.md" else page.read_text(encoding="utf-8")
+    named = re.findall(
+        r"`((?:conf|data_gen|docs|eval|leank|leank_train|scripts|tests)/[\w/.]+)`(?! of [0-9a-f]{8})", text
+    )
     assert not sorted(path for path in set(named) if "NAME" not in path and not (ROOT / path).exists())
 
 

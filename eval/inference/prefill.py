@@ -1,10 +1,8 @@
 """A prompt's dense pass, run once for all methods: every layer's K and V, the next token's logits, the last queries."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -119,7 +117,7 @@ class PromptLayer(DynamicLayer):
         """Columns that have come so far, the dropped ones included."""
         return self._columns + self._dropped
 
-    def fork(self) -> PromptLayer:
+    def fork(self) -> Self:
         """A layer that continues this one in the same buffer. Forks overwrite each other's new tokens: use one."""
         layer = copy.copy(self)
         layer.obs_queries, layer._sums = 0, False

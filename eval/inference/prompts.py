@@ -1,5 +1,6 @@
 """From a benchmark row, or the turns of a conversation, to the token ids that the model reads."""
 
+import functools
 import logging
 import re
 from collections.abc import Sequence
@@ -63,7 +64,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, row: Row, chat: bool | None = Non
     if _spells(tokenizer, row):
         read = _as_text(tokenizer, row, text + row.answer_prefix, pairs, chatting) if specials == "text" else pairs
         if read is None:
-            _warn(tokenizer)
+            _warn(str(getattr(tokenizer, "name_or_path", tokenizer)))
         how = "text" if specials == "text" and read is not None else "as_is"
         pairs = pairs if read is None else read
     eos = getattr(tokenizer, "eos_token_id", None)
@@ -168,17 +169,12 @@ def _splits(tokenizer: PreTrainedTokenizerBase, row: Row) -> bool:
     return pieces is not None and [token for token, _ in pieces] == [token for token, _ in whole]
 
 
-_warned: set[str] = set()
-
-
-def _warn(tokenizer: PreTrainedTokenizerBase) -> None:
-    name = str(getattr(tokenizer, "name_or_path", tokenizer))
-    if name not in _warned:
-        _warned.add(name)
-        log.warning(
-            "specials=text: the tokenizer of %s cannot read special tokens in a sample's text as text; they stay "
-            "special tokens there, as with specials=as_is", name,
-        )  # fmt: skip
+@functools.cache  # once for each
+def _warn(name: str) -> None:
+    log.warning(
+        "specials=text: the tokenizer of %s cannot read special tokens in a sample's text as text; they stay "
+        "special tokens there, as with specials=as_is", name,
+    )  # fmt: skip
 
 
 def overhead(tokenizer: PreTrainedTokenizerBase, chat: bool | None = None) -> int:

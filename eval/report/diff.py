@@ -82,6 +82,8 @@ def write_diff(directory: Path, first: str, second: str) -> tuple[Path, str]:
     first, second: names of two of its methods.
     Returns the page's path and the table in Markdown. Raises ValueError, naming the methods, if no sample has both.
     """
+    if first == second:
+        raise ValueError(f"{first} and {second} are the same method; give two of a run")
     texts, sections, shown = [], [], []
     known: dict[str, None] = {}
     for some in group(read(directory)):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import pandas as pd
@@ -19,8 +18,7 @@ HERE = Path(__file__).parent
 SHOWN = 40  # replies listed per method, of those that differ from dense
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """A sample with the replies of two methods. texts: by heading."""
 
     name: str
@@ -35,7 +33,6 @@ class Section:
     figures: (caption, SVG).
     replies: under the summary that folds them; under "" they stand open.
     heading: above the replies.
-    body: HTML that stands below the rest as it is.
     """
 
     title: str
@@ -45,7 +42,6 @@ class Section:
     replies: Mapping[str, Sequence[Reply]] = field(default_factory=dict)
     heading: str = "Replies"
     settings: str = ""
-    body: str = ""
 
 
 def title(run: Mapping[str, Any]) -> str:
@@ -57,23 +53,9 @@ def title(run: Mapping[str, Any]) -> str:
 
 def page(name: str, sections: Sequence[Section]) -> str:
     """Make a whole page that needs no other file. name: its title."""
-    return _template().render(title=name, sections=sections, style=(HERE / "report.css").read_text()) + "\n"
-
-
-@functools.cache
-def _template() -> jinja2.Template:
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(HERE), autoescape=True)
-    return environment.get_template("report.html.jinja")
-
-
-def to_table(table: Table) -> str:
-    """Make a table of HTML with its heading and note, for a page of another kind."""
-    return str(_template().module.as_table(table))  # type: ignore[attr-defined]
-
-
-def to_figure(caption: str, svg: str) -> str:
-    """Put a caption below a drawing, for a page of another kind."""
-    return str(_template().module.as_figure(caption, svg))  # type: ignore[attr-defined]
+    template = environment.get_template("report.html.jinja")
+    return template.render(title=name, sections=sections, style=(HERE / "report.css").read_text()) + "\n"
 
 
 def replies(pairs: pd.DataFrame, first: str, second: str) -> list[Reply]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Annotated, Any, NotRequired
 
@@ -15,42 +15,42 @@ from leank.typed import LARGEST, OneOf, shown
 Count = Annotated[int, Ge(0), Le(LARGEST)]
 Amount = Annotated[FiniteFloat, Ge(0), Le(LARGEST)]
 Finite = Annotated[FiniteFloat, Ge(-LARGEST), Le(LARGEST)]
-META: dict[str, Callable[[Any], bool]] = {  # what tables group by, where a benchmark has it
-    "op": lambda op: str(op).isdecimal(),
-    "d": lambda d: isinstance(d, int | str),
-    "turn": lambda turn: type(turn) is int,
-    "mode": lambda mode: isinstance(mode, str),
-    "depth_percent": lambda depth: type(depth) in (int, float) and 0 <= depth <= 100,
-}
+STRICT, OPEN = ConfigDict(strict=True), ConfigDict(strict=True, extra="allow")
 
 
 def _with_total(found: dict[str, float]) -> dict[str, float]:
-    if not found.get("total"):
-        raise ValueError('it lacks "total", or that is 0')
-    for name, size in found.items():
-        if size < 0 and name != "allocated":
-            raise ValueError(f"{name!r} is {shown(size)}")
+    if found.get("total", 0) <= 0 or any(size < 0 for name, size in found.items() if name != "allocated"):
+        raise ValueError(f"{shown(found)} has no total above 0, or a part below 0")
     return found
 
 
-def _grouped_by(meta: dict[str, Any]) -> dict[str, Any]:
-    for name, fits in META.items():
-        if name in meta and not fits(meta[name]):
-            raise ValueError(f"{name!r} is {shown(meta[name])}")
-    return meta
+@with_config(OPEN)
+class Meta(TypedDict, total=False):
+    """What tables group by, where a benchmark has it; other fields are as the benchmark has them."""
+
+    op: int
+    d: int | str
+    turn: int
+    mode: str
+    depth_percent: Annotated[float, Ge(0), Le(100)]
 
 
-def _of_method(config: dict[str, Any]) -> dict[str, Any]:
-    for name in ("channels", "matched"):
-        if not isinstance(config.get(name, {}), dict):
-            raise ValueError(f"{name!r} is {shown(config[name])}")
-    moved = config.get("matched", {}).get("settings", [])
-    if not isinstance(moved, list) or not all(isinstance(name, str) for name in moved):
-        raise ValueError(f"'matched.settings' is {shown(moved)}")
-    return config
+@with_config(OPEN)
+class Matched(TypedDict, total=False):
+    """Which settings `match` moved, by their dotted names."""
+
+    settings: list[str]
 
 
-@with_config(ConfigDict(strict=True))
+@with_config(OPEN)
+class MethodSettings(TypedDict, total=False):
+    """A method's whole configuration (`eval.methods.Method.config`)."""
+
+    channels: dict[str, Any]
+    matched: Matched
+
+
+@with_config(STRICT)
 class RowSettings(TypedDict):
     """Everything that a row's answer depends on, beside the sample itself; `ResultRow.config` is its digest.
 
@@ -64,7 +64,7 @@ class RowSettings(TypedDict):
     specials: how special tokens in the sample's own text were read; missing where the text spells none.
     """
 
-    method: Annotated[dict[str, Any], AfterValidator(_of_method)]
+    method: MethodSettings
     format: NotRequired[int]
     model: NotRequired[dict[str, object]]
     benchmark: NotRequired[dict[str, object]]
@@ -74,7 +74,7 @@ class RowSettings(TypedDict):
     specials: NotRequired[Annotated[str, OneOf("text", "as_is")] | None]
 
 
-@with_config(ConfigDict(strict=True))
+@with_config(STRICT)
 class Fidelity(TypedDict):
     """How near a method's next-token distributions are to dense's on one sample (`eval.run.fidelity`).
 
@@ -101,7 +101,7 @@ def _measured(found: Fidelity | None) -> Fidelity | None:
     return found
 
 
-@with_config(ConfigDict(strict=True))
+@with_config(STRICT)
 class ResultRow(TypedDict):
     """One method's answer to one sample. The first nine fields are the row's key (`eval.rows.results.Key`).
 
@@ -148,7 +148,7 @@ class ResultRow(TypedDict):
     prediction: str
     answers: list[object]
     metric: str
-    meta: Annotated[dict[str, Any], AfterValidator(_grouped_by)]
+    meta: Meta
     prompt_tokens: Count
     new_tokens: Count
     cache_bytes: Annotated[dict[str, Finite], AfterValidator(_with_total)]

@@ -157,8 +157,6 @@ def _in_turn(parts: list[Path]) -> Iterator[ResultRow]:
 
 def _read(file: Path) -> Iterator[ResultRow]:
     """Yield the rows of one file; those of equal settings or versions share one object, which saves much memory."""
-    if not file.is_file():  # reading from a pipe would never end
-        raise ValueError(f"{file} is no file; remove it, or give another folder")
     shared: dict[bytes, object] = {}
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):

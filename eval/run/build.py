@@ -64,14 +64,6 @@ def build_benchmark(config: Mapping[str, Any]) -> Benchmark:
     return cast("Benchmark", typed(known[name], config, "benchmark."))
 
 
-def name_methods(config: Mapping[str, Any]) -> list[Method]:
-    """Return the methods of a resolved configuration, each checked by itself. Raises ValueError naming the setting."""
-    labels = expanded(group({} if config.get("method") is None else config["method"], "method"))
-    if not labels:
-        raise ValueError("method is empty; give method=[dense,leank] or other names of conf/method")
-    return [build_method(label, given, config.get("cache")) for label, given in labels.items()]
-
-
 def build_methods(
     config: Mapping[str, Any], model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[Method]:  # fmt: skip
@@ -79,10 +71,13 @@ def build_methods(
 
     Raises ValueError or FileNotFoundError, naming the setting at fault.
     """
-    methods = name_methods(config)
+    labels = expanded(group({} if config.get("method") is None else config["method"], "method"))
+    if not labels:
+        raise ValueError("method is empty; give method=[dense,leank] or other names of conf/method")
+    methods = [build_method(label, given, config.get("cache")) for label, given in labels.items()]
+    text_config = model_config.get_text_config(decoder=True)
+    limit = getattr(text_config, "max_position_embeddings", None)
     for one in methods:
-        text_config = model_config.get_text_config(decoder=True)
-        limit = getattr(text_config, "max_position_embeddings", None)
         for axis, choice in one.axes.items():
             length = getattr(choice, "length", None)  # of calibration samples
             if limit is not None and length is not None and length > limit:
@@ -114,19 +109,13 @@ def build_model(
 
     Raises ValueError or FileNotFoundError, naming the setting at fault.
     """
-    model, settings = build_settings(config)
-    return model, settings, *load_config(model)
-
-
-def build_settings(config: Mapping[str, object]) -> tuple[ModelConfig, Settings]:
-    """Return the settings of the model and of the replay; read no file. Raises ValueError naming the setting."""
     refuse_unknown(config, [*GROUPS, *(f.name for f in fields(Settings))], "")
-    if isinstance(config.get("name"), Mapping | list):
-        raise ValueError(f"name={shown(config['name'])} must be a text; the run's folder is called so")
-    if isinstance(config.get("mask"), Mapping | list):
-        raise ValueError(f"mask={shown(config['mask'])} must be the path of one mask")
+    for name, what in (("name", "a text; the run's folder is called so"), ("mask", "the path of one mask")):
+        if isinstance(config.get(name), Mapping | list):
+            raise ValueError(f"{name}={shown(config[name])} must be {what}")
     settings = typed(Settings, {k: v for k, v in config.items() if k not in GROUPS})
-    return typed(ModelConfig, {} if config.get("model") is None else config["model"], "model."), settings
+    model = typed(ModelConfig, {} if config.get("model") is None else config["model"], "model.")
+    return model, settings, *load_config(model)
 
 
 def build_job(config: Mapping[str, Any]) -> tuple[Job, PreTrainedTokenizerBase]:

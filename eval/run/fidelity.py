@@ -19,6 +19,7 @@ compress=before_question the question is read through the cache, and the distrib
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -139,68 +140,43 @@ class Comparison:
         return torch.cat(found, 1) if found else empty
 
 
-def _figures(compared: Divergence) -> Compared:
+def _figures(compared: dict[str, Tensor]) -> Compared:
     """The means of a row's tokens: its fidelity, and the share of right tokens."""
-    bad = (~compared.kl.isfinite()).nonzero()
-    if len(bad):
-        nothing: Fidelity = {
-            "tokens": len(compared.kl), "kl": None, "top1": None, "loss": None, "dense_loss": None,
-            "non_finite": int(bad[0]),
-        }  # fmt: skip
-        return nothing, None
-    loss, dense_loss, right = (
-        None if x is None else float(x.mean()) for x in (compared.loss, compared.dense_loss, compared.right)
-    )
+    bad = (~compared["kl"].isfinite()).nonzero()
+    mean = {} if len(bad) else {name: float(values.mean()) for name, values in compared.items()}
     found: Fidelity = {
-        "tokens": len(compared.kl), "kl": float(compared.kl.mean()), "top1": float(compared.same.mean()),
-        "loss": loss, "dense_loss": dense_loss, "non_finite": None,
+        "tokens": len(compared["kl"]), "kl": mean.get("kl"), "top1": mean.get("top1"), "loss": mean.get("loss"),
+        "dense_loss": mean.get("dense_loss"), "non_finite": int(bad[0]) if len(bad) else None,
     }  # fmt: skip
-    return found, right
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """Figures of n tokens, each a float64 tensor [n] on the host.
-
-    kl: nats; NaN where logits are not finite.
-    same: 1 where dense and method have the same likeliest token, else 0.
-    loss, dense_loss: nats, and right: 1 where the method's likeliest token is the text's; None without a text.
-    """
-
-    kl: Tensor
-    same: Tensor
-    loss: Tensor | None = None
-    dense_loss: Tensor | None = None
-    right: Tensor | None = None
+    return found, mean.get("right")
 
 
 @torch.no_grad()
 def compare(
     head: Head, dense: Tensor, method: Tensor, targets: Tensor | None = None, chunk: int | None = None
-) -> Divergence:
+) -> dict[str, Tensor]:
     """Compare the distributions that two runs predict after the same n tokens, in float32 (float64 stays).
 
     head: the model's output head.
     dense, method: [n, hidden], hidden states of the decoder after each token.
     targets: int [n], the token that the text goes on with; None without a text.
     chunk: tokens whose logits are held at a time; `LOGITS_AT_ONCE` decides by default.
+
+    Returns float64 tensors [n] on the host: kl in nats, NaN where logits are not finite; top1, 1 where both have the
+    same likeliest token, else 0; and of a text loss and dense_loss in nats, and right, 1 where the method's likeliest
+    token is the text's.
     """
     if chunk is None:
         chunk = max(1, LOGITS_AT_ONCE["cuda" if dense.is_cuda else "cpu"] // head.weight.shape[0])
     texts = [None] * -(-len(dense) // chunk) if targets is None else targets.split(chunk)
-    found = [
-        torch.stack(_divergence(head.logits(p), head.logits(q), text))
-        for p, q, text in zip(dense.split(chunk), method.split(chunk), texts, strict=True)
-    ]
-    return Divergence(*torch.cat(found, 1).double().cpu())
-
-
-def _divergence(dense: Tensor, method: Tensor, targets: Tensor | None) -> list[Tensor]:
-    """The fields of `Divergence` for logits [n, vocabulary]."""
-    p, q = dense.log_softmax(-1), method.log_softmax(-1)
-    kl = divergence(p, q)  # NaN where the largest logit of either is NaN or infinite
-    found = [kl, (p.argmax(-1) == q.argmax(-1)).to(kl)]
-    if targets is not None:
-        losses = [-x.gather(-1, targets[:, None]).squeeze(-1) for x in (q, p)]
-        found += [*losses, (q.argmax(-1) == targets).to(kl)]
-    return found
+    found: dict[str, list[Tensor]] = defaultdict(list)
+    for p_states, q_states, text in zip(dense.split(chunk), method.split(chunk), texts, strict=True):
+        p, q = (head.logits(states).log_softmax(-1) for states in (p_states, q_states))
+        kl = divergence(p, q)  # NaN where the largest logit of either is NaN or infinite
+        found["kl"].append(kl)
+        found["top1"].append((p.argmax(-1) == q.argmax(-1)).to(kl))
+        if text is not None:
+            for name, x in (("loss", q), ("dense_loss", p)):
+                found[name].append(-x.gather(-1, text[:, None]).squeeze(-1))
+            found["right"].append((q.argmax(-1) == text).to(kl))
+    return {name: torch.cat(parts).double().cpu() for name, parts in found.items()}

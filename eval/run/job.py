@@ -10,6 +10,7 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import transformers
@@ -25,7 +26,7 @@ from leank.eval.benchmarks.scoring import score_row
 from leank.eval.inference.models import ModelConfig
 from leank.eval.inference.prompts import Prompt, encode_turns, overhead
 from leank.eval.methods import Method
-from leank.eval.rows.result_row import ResultRow, RowSettings
+from leank.eval.rows.result_row import Meta, MethodSettings, ResultRow, RowSettings
 from leank.eval.rows.results import Collected, Key, Results
 from leank.eval.run.compression import Warnings
 from leank.eval.run.replay import Answer, Replay
@@ -83,7 +84,7 @@ class Job:
         """
         found: RowSettings = {
             "format": FORMAT,
-            "method": method.config(),
+            "method": cast("MethodSettings", method.config()),
             "model": self.model.identity(),
             "benchmark": self.benchmark.identity(),
             "decode": {name: getattr(self.settings, name) for name in ("max_new_tokens", "min_new_tokens")},
@@ -208,14 +209,9 @@ class Job:
         return CellBatch(cell, rows, prompts)
 
     def _halved_until_it_fits(
-        self,
-        results: Results | Collected,
-        replay: Replay,
-        batch: CellBatch,
-        methods: Sequence[Method],
-        size: int,
+        self, results: Results | Collected, replay: Replay, batch: CellBatch, methods: Sequence[Method], size: int,
         said: Warnings,
-    ) -> tuple[int, int]:
+    ) -> tuple[int, int]:  # fmt: skip
         """Replay a batch, and halve `size` while memory runs out. Returns the new rows and the size that fitted."""
         before, cell = len(results.keys), batch.cell
         while True:
@@ -248,14 +244,8 @@ class Job:
         for method, answers in replay.answers(batch.prompts, batch.rows, lacking, cell.turns, cell.one_cache):
             for key, (row, prompt), answer in zip(keys[id(method)], samples, answers, strict=True):
                 if key not in results.keys:
-                    said.note(
-                        method,
-                        cell.place,
-                        _tokens(row, prompt),
-                        answer.compressed,
-                        answer.dense_only,
-                        answer.non_finite,
-                    )
+                    tokens = _tokens(row, prompt)
+                    said.note(method, cell.place, tokens, answer.compressed, answer.dense_only, answer.non_finite)
                     results.append(self.result(key, method, row, prompt, answer))
 
     def result(self, key: Key, method: Method, row: Row, prompt: Prompt, answer: Answer) -> ResultRow:
@@ -269,7 +259,7 @@ class Job:
             "prediction": answer.text,
             "answers": list(row.answers),
             "metric": row.metric,
-            "meta": dict(row.meta),
+            "meta": cast("Meta", dict(row.meta)),
             "prompt_tokens": _tokens(row, prompt),
             "new_tokens": len(answer.tokens),
             "cache_bytes": answer.bytes,

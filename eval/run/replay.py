@@ -161,19 +161,16 @@ class Replay:
     """Methods on one model: `answers(prompts, rows, methods)`. It reads and writes no files.
 
     model: decides the device.
-    tokenizer: of the model; `answers` needs its `decode` alone, and `pad_token_id` where `pad` is None.
+    tokenizer: of the model; `answers` needs its `decode` and `pad_token_id` alone.
     settings: of the replay.
-    pad: id of the token that fills shorter prompts of a batch.
 
     Raises ValueError if the model's sliding windows would count padding as tokens.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: Settings, pad: int | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> None:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.eos = eos_ids(model, tokenizer)
-        self.pad = pad if pad is not None else (getattr(tokenizer, "pad_token_id", None) or 0)
+        self.pad = getattr(tokenizer, "pad_token_id", None) or 0
         slides = any(window is not None for window in windows_of(model.config.get_text_config(decoder=True)))
         if settings.compress == "before_question" and settings.batch_size > 1 and slides:
             raise ValueError(

@@ -147,12 +147,10 @@ class PageLayout:
         block: tokens of a page of `kept`, a multiple of 16; a page of `rest` has a divisor of them, the largest that
             fits into the bytes of a page of `kept`
 
-        Raises ValueError for other blocks, sizes below 0, and masks that prune nothing or everything.
+        Raises ValueError for other blocks, and masks that prune nothing or everything.
         """
         if block < 16 or block % 16:
             raise ValueError(f"block_size={block} must be a multiple of 16; take 16, 32, 64 or 128")
-        if sink < 0 or window < 1:
-            raise ValueError(f"need sink >= 0 and window >= 1, got sink={sink}, window={window}")
         if keep.all() or not keep.any():
             what = "nothing" if keep.all() else "every channel"
             raise ValueError(f"the mask prunes {what}; serve the model without it, or take another mask")
@@ -165,10 +163,6 @@ class PageLayout:
     def page_columns(self) -> int:
         """Columns of a page, the stride of blocks in both groups."""
         return max(group.block * group.columns for group in (self.kept, self.rest))
-
-    def whole_from(self, first: int) -> int:
-        """The first position behind the sink that a step from position `first` on reads whole."""
-        return max(self.sink, first - self.window)
 
 
 def lay_out(stored: Tensor, values: Tensor, block: int) -> PageGroup:

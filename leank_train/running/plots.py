@@ -1,36 +1,26 @@
-"""The pictures of a run: how the losses went, what alpha became, and which channels are kept.
-
-Colours are Okabe and Ito's, which colour-blind readers can tell apart. Legends stand outside of the data, and letters
-are large enough to be read at half size.
-"""
+"""The pictures of a run: how the losses went, what alpha became, and which channels are kept."""
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from leank.eval.report.style import PALETTE, SETTINGS, legend, png
 from leank.files import write_bytes
 from leank.mask import ChannelMask
 from leank.rotary import mean_by_pair
 
 if TYPE_CHECKING:
-    from matplotlib.typing import RcKeyType
-
     from leank_train.running.recorder import Recorder
 
-BLUE, VERMILION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"  # of Okabe and Ito
-STYLE: dict[RcKeyType, object] = {
-    "font.size": 12, "axes.titlesize": 13, "legend.frameon": False, "lines.linewidth": 2.0,
-}  # fmt: skip
+BLUE, ORANGE, GREEN = PALETTE[:3]
 MOST_NUMBERS = 512  # heads; a map of more of them shows colours alone
 
 
@@ -48,7 +38,8 @@ def training_plots(
     Returns name -> file.
     """
     found = {}
-    with rc_context(STYLE):
+    sizes = {"font.size": 12, "axes.titlesize": 13}  # which can be read at half size
+    with rc_context({**SETTINGS, **sizes, "text.parse_math": True}):  # of the ticks of a logarithm
         figures = {
             "losses": losses(stage1, stage2),
             "alpha_histogram": alpha_histogram(stage1, stage2),
@@ -57,9 +48,7 @@ def training_plots(
         }
         for name, figure in figures.items():
             found[name] = out / f"{name}.png"
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format="png", dpi=130)
-            write_bytes(found[name], buffer.getvalue())
+            write_bytes(found[name], png(figure))
     return found
 
 
@@ -68,19 +57,14 @@ def losses(stage1: Recorder, stage2: Recorder) -> Figure:
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     offset = 0
-    for name, record, colour, line in (("stage 1", stage1, BLUE, "-"), ("stage 2", stage2, VERMILION, "--")):
+    for name, record, colour, line in (("stage 1", stage1, BLUE, "-"), ("stage 2", stage2, ORANGE, "--")):
         if not record.steps:
             continue
         x = np.array([s["step"] for s in record.steps]) + offset
         y = np.array([s["distillation"] for s in record.steps])
         left.plot(x, y, color=colour, alpha=0.25, linewidth=1)
-        left.plot(
-            x,
-            pd.Series(y).rolling(max(1, len(y) // 30), min_periods=1).mean(),
-            line,
-            color=colour,
-            label=f"distillation loss, {name}",
-        )
+        smooth = pd.Series(y).rolling(max(1, len(y) // 30), min_periods=1).mean()
+        left.plot(x, smooth, line, color=colour, label=f"distillation loss, {name}")
         right.plot(x, [s["alpha_mean"] for s in record.steps], line, color=colour)
         if record.looks:
             steps, found = zip(*record.looks, strict=True)
@@ -92,7 +76,7 @@ def losses(stage1: Recorder, stage2: Recorder) -> Figure:
     right.set(xlabel="Training step", ylabel="Mean of alpha", title="Mean channel score", ylim=(0, 1.02))
     for axis in (left, right):
         axis.grid(alpha=0.3)
-    _legend_below(figure, left)
+    legend(figure)
     return figure
 
 
@@ -148,16 +132,9 @@ def kept_per_frequency(mask: ChannelMask, alpha: Tensor, pairs: Tensor) -> Figur
     top.bar(range(kept.shape[1]), 100 * np.nanmean(kept, 0), color=BLUE, label="kept channels")
     top.plot(range(kept.shape[1]), 100 * np.nanmean(scores, 0), color=ORANGE, label="mean of alpha, in % of 1")
     top.set(ylabel="%", title="Kept channels per RoPE pair, all layers and each layer")
-    _legend_below(figure, top)
+    legend(figure)
     image = bottom.imshow(100 * kept, aspect="auto", cmap="Blues", vmin=0, vmax=100)
     bottom.set(xlabel="RoPE pair (0 = highest frequency)", ylabel="Layer")
     bottom.locator_params(axis="y", integer=True)
     figure.colorbar(image, ax=bottom, label="Kept channels (%)")
     return figure
-
-
-def _legend_below(figure: Figure, axis: Axes) -> None:
-    """A legend of an axis below the figure, where it hides no data."""
-    handles, labels = axis.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(handles))

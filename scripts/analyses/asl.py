@@ -130,21 +130,21 @@ def selection_layers(
     thresholds: values of tau in (0, 1); the paper takes 0.3.
     observed, first: L_obs and L_min; None as in `relative_variance`.
     """
-    table = Table()
     lags = observed or lookback(source)
-    rule = ASL(budget, thresholds[0], window, kernel, lags, first or third(source))
-    for task in tasks:
-        for sample in range(samples):
-            scores = layer_scores(source, rule, task, length, sample)
-            begin, found = relative_variances(source, rule, scores)
-            for tau in thresholds:
-                layer = next((begin + i for i, value in enumerate(found) if value < tau), None)
-                at: dict[str, Any] = {
-                    "task": task, "length": length, "sample": sample, "threshold": tau, "observed": lags,
-                    "first": begin, "layers": len(scores),
-                }  # fmt: skip
-                table.add("selection_layer", "layer", np.nan if layer is None else layer, **at)
-                table.add("whole_layers", "layers", len(scores) if layer is None else layer + 1, **at)
+    found = relative_variance(
+        source, tasks, length, samples, budget, window, kernel, [lags], None if first is None else [first]
+    )
+    table = Table()
+    for (task, sample), values in found.groupby(["task", "sample"], sort=False):
+        layers = int(values["layer"].max()) + 1
+        for tau in thresholds:
+            layer = values["layer"][values["value"] < tau].min()  # NaN where none is below
+            at: dict[str, Any] = {
+                "task": task, "length": length, "sample": sample, "threshold": tau, "observed": lags,
+                "first": values["first"].iloc[0], "layers": layers,
+            }  # fmt: skip
+            table.add("selection_layer", "layer", layer, **at)
+            table.add("whole_layers", "layers", layers if np.isnan(layer) else layer + 1, **at)
     return table.frame
 
 

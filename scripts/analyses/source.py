@@ -38,7 +38,6 @@ class Source:
     name: str, default "": what rows and figures call the model or the mask.
     chat: bool or None, default None: whether prompts go through the chat template; None does if there is one.
     seed: int, default 7: seed of the samples.
-    essays, split: the natural text of essay haystacks; see `data_gen.haystack`.
     """
 
     model: PreTrainedModel | None = None
@@ -47,8 +46,6 @@ class Source:
     name: str = ""
     chat: bool | None = None
     seed: int = 7
-    essays: str | None = None
-    split: str = "test"
 
     @classmethod
     def load(cls, settings: ModelConfig | None = None, mask: str | None = None, seed: int = 7) -> Self:
@@ -95,7 +92,7 @@ class Source:
         if limit is not None and length > limit:
             raise ValueError(f"length={length} is more than the model's max_position_embeddings={limit}; lower it")
         room = length - overhead(tokenizer, self.chat)
-        return draw(task, room, tokenizer, self.seed, index, self.essays, self.split)
+        return draw(task, room, tokenizer, self.seed, index, None, "test")
 
     @property
     def backbone(self) -> Backbone:

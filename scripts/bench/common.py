@@ -16,21 +16,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
+from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from leank.eval.cache import CompressedLayer, Sizes, bytes_per_row, compressed_cache
+from leank.eval.cache import Sizes
 from leank.eval.cache.graph import DecodeLoop
-from leank.eval.cache.hook import ATTENTION
 from leank.eval.cache.memory import measure_store
-from leank.eval.cache.storage.channels import layer_masks
 from leank.eval.cache.storage.codecs import PageSegment
-from leank.eval.cache.storage.middle import Middle
-from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.segment import PAGE
-from leank.eval.cache.storage.store import GROWTH, Store
+from leank.eval.cache.storage.store import Store
 from leank.files import write_text
-from leank.mask import ChannelMask
-from leank.shape import kv_shape
 
 ROOT = Path(__file__).resolve().parents[2]
 MASKS = ROOT / "leank_train/assets/masks/published"
@@ -85,76 +79,6 @@ def subject(shape: str) -> tuple[PreTrainedModel, Path, Sizes]:
 
 
 # caches
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A cache to decode with.
-
-    name: as it stands in the tables.
-    make: (rows, tokens of room) -> an empty cache.
-    bytes: tokens -> bytes of one row.
-    attention: the model's attention implementation.
-    graph: whether a step can be captured as a CUDA graph.
-    """
-
-    name: str
-    make: Callable[[int, int], Cache]
-    bytes: Callable[[int], int]
-    attention: str
-    graph: bool
-
-
-def contenders(
-    model: PreTrainedModel, mask: ChannelMask | Tensor, sizes: Sizes, packings: Sequence[Packing] = ()
-) -> list[Contender]:
-    """LeanK, and three dense caches: this project's storage and kernel with nothing pruned, and transformers' two.
-
-    packings: LeanK with a middle of fewer bits, one more contender each.
-
-    A step on a StaticCache has an attention mask, for which transformers 5.17 copies a layer's K and V once per query
-    head (5.23 does not). On 5.17 this project's dense cache is the one to compare graphs with.
-    """
-    config = model.config
-    layers, heads, dim = kv_shape(config)
-    everything = torch.ones(layers, heads, dim, dtype=torch.bool)
-
-    def dense(tokens: int) -> int:
-        return 2 * layers * heads * dim * tokens * model.dtype.itemsize
-
-    def compressed(name: str, keep: ChannelMask | Tensor, bits: Packing | None = None) -> Contender:
-        middles = [Middle(one, bits=bits) for one in layer_masks(keep)]
-        return Contender(
-            name,
-            lambda rows, room: compressed_cache(model, middles, sizes.sink, sizes.window, sizes.flush),
-            lambda n: bytes_per_row(keep, n + GROWTH, model.dtype, sizes, bits),  # decoding adds ahead of need
-            ATTENTION,
-            True,
-        )
-
-    return [
-        compressed("LeanK", mask),
-        *(compressed(f"LeanK, {packing.bits} bits", mask, packing) for packing in packings),
-        compressed("own cache, nothing pruned", everything),
-        Contender("StaticCache", lambda rows, room: StaticCache(config, max_cache_len=room), dense, "sdpa", True),
-        Contender("DynamicCache", lambda rows, room: DynamicCache(config=config), dense, "sdpa", False),
-    ]
-
-
-def fill(model: PreTrainedModel, cache: Cache, rows: int, tokens: int, scored: bool = False) -> None:
-    """Put random keys and values of `tokens` tokens into every layer, the same in each row.
-
-    scored: with random scores, which layers need that evict while decoding.
-    """
-    _, heads, dim = kv_shape(model.config)
-    for index, layer in enumerate(cache.layers):
-        k, v = torch.randn(2, 1, heads, tokens, dim, device=model.device, dtype=model.dtype)
-        k, v = (x.expand(rows, -1, -1, -1) for x in (k, v))
-        if isinstance(layer, CompressedLayer):
-            scores = torch.rand(1, heads, tokens, device=model.device).expand(rows, -1, -1) if scored else None
-            layer.seal(k, v, scores=scores)
-        else:
-            cache.update(k, v, index)
 
 
 class Decoding:

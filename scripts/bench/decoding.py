@@ -1,72 +1,47 @@
-"""Speed and bytes of a whole model that decodes: Llama-3.1-8B's shape with random weights, on one GPU.
+"""What generate() takes a token, and how many bytes its cache holds: Llama-3.1-8B's shape, random weights, one GPU.
 
     python -m scripts.bench.decoding generate OUT        # model.generate() and cache.generate()
-    python -m scripts.bench.decoding generation OUT      # tokens per second in the replay's loop (LeanK, table 8)
     python -m scripts.bench.decoding memory OUT          # bytes at the allocator (LeanK, figure 6); no weights needed
-    python -m scripts.bench.decoding generation OUT --shape reference --prompt 300 --new 3 --batch 2     # a CPU
+    python -m scripts.bench.decoding generate OUT --shape reference --case 1x300 --new 17 --warm-up 1     # a CPU
 
 Caches are filled with random keys and values. Every row is a case; OUT/NAME.csv keeps those of a run that was killed.
+`scripts.bench.methods` has the speed of decoding steps alone.
 
 generate    step_ms of a token: the time of a call of --warm-up + --new tokens less that of a call of --warm-up tokens,
             over --new; each is the least of two. first_call_s: the first call, which compiles or captures a step;
             later_call_s: the same call again; captured: whether a captured step of this project's cache is replayed.
-            The loop of `generation` stands beside it. Case after case of one process becomes slower by the clock
-            (docs/results/generation.md#later-graphs), so give each cache and case a process of its own
-generation  --batch rows, and as a captured graph the most rows that fit; timed steps are whole flushes of the window.
-            Of a step: gpu_ms in kernels, of which attention_ms, products_ms, other_ms; kernels: launches. gb: held by
-            the cache; formula_gb: what its formula says
+            Case after case of one process becomes slower by the clock (docs/results/generation.md#later-graphs), so
+            give each cache and case a process of its own
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, CompileConfig, PreTrainedModel
+from transformers import Cache, CompileConfig, DynamicCache, PreTrainedModel, StaticCache
 
-from leank.eval.cache import CompressedCache, CompressedLayer, Sizes, bytes_per_row, max_batch
+from leank.eval.cache import CompressedCache, CompressedLayer, Sizes, bytes_per_row, compressed_cache, max_batch
 from leank.eval.cache.attention.backend import choose_backend
 from leank.eval.cache.generate import generate as cache_generate
 from leank.eval.cache.graph import CAPTURE_FOR
+from leank.eval.cache.hook import ATTENTION
 from leank.eval.cache.memory import Memory, measure
 from leank.eval.cache.storage.middle import Middle
-from leank.eval.cache.storage.quantised import Packing
 from leank.mask import ChannelMask
-from scripts.bench.common import (
-    DIM,
-    DTYPE,
-    LLAMA,
-    MASKS,
-    PROFILED,
-    ROOM,
-    SHAPES,
-    WARM_UP,
-    WORK_SPACE,
-    Contender,
-    Decoding,
-    Record,
-    Table,
-    by_kind,
-    clear,
-    contenders,
-    fill,
-    now,
-    out_of_memory,
-    profiled,
-    seconds,
-    subject,
-)
+from leank.shape import kv_shape
+from scripts.bench.common import DIM, DTYPE, LLAMA, MASKS, SHAPES, Record, Table, clear, now, subject
 
 CASES = ("1x32768", "8x16384", "32x8192")
-LOOPS = ("model.generate", "cache.generate", "benchmark loop")
+LOOPS = ("model.generate", "cache.generate")
 OURS = ("LeanK", "own cache, nothing pruned")
 REPEATS = 2  # calls of each length
-PACKINGS = (Packing(8), Packing(4), Packing(2))
 WEIGHTS = 16.1e9  # bytes of Llama-3.1-8B in bf16
 
 
@@ -76,6 +51,51 @@ def load_mask(path: Path) -> ChannelMask:
 
 
 # generate
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A cache to decode with.
+
+    name: as it stands in the tables.
+    make: (rows, tokens of room) -> an empty cache.
+    attention: the model's attention implementation.
+    """
+
+    name: str
+    make: Callable[[int, int], Cache]
+    attention: str
+
+
+def contenders(model: PreTrainedModel, mask: ChannelMask, sizes: Sizes) -> list[Contender]:
+    """LeanK, and three dense caches: this project's storage and kernel with nothing pruned, and transformers' two.
+
+    A step on a StaticCache has an attention mask, for which transformers 5.17 copies a layer's K and V once per query
+    head (5.23 does not).
+    """
+    config = model.config
+
+    def compressed(name: str, keep: ChannelMask | Tensor) -> Contender:
+        return Contender(name, lambda rows, room: compressed_cache(model, keep, *vars(sizes).values()), ATTENTION)
+
+    return [
+        compressed(OURS[0], mask),
+        compressed(OURS[1], torch.ones(*kv_shape(config), dtype=torch.bool)),
+        Contender("StaticCache", lambda rows, room: StaticCache(config, max_cache_len=room), "sdpa"),
+        Contender("DynamicCache", lambda rows, room: DynamicCache(config=config), "sdpa"),
+    ]
+
+
+def fill(model: PreTrainedModel, cache: Cache, rows: int, tokens: int) -> None:
+    """Put random keys and values of `tokens` tokens into every layer, the same in each row."""
+    _, heads, dim = kv_shape(model.config)
+    for index, layer in enumerate(cache.layers):
+        k, v = torch.randn(2, 1, heads, tokens, dim, device=model.device, dtype=model.dtype)
+        k, v = (x.expand(rows, -1, -1, -1) for x in (k, v))
+        if isinstance(layer, CompressedLayer):
+            layer.seal(k, v)
+        else:
+            cache.update(k, v, index)
 
 
 @torch.no_grad()
@@ -132,97 +152,11 @@ def generate_cases(args: argparse.Namespace, table: Table) -> None:
         for contender in contenders(model, load_mask(path), sizes):
             if args.only and contender.name not in args.only:
                 continue
-            own = contender.name in OURS
-            new, graph = args.new[0] + WARM_UP + PROFILED, model.device.type == "cuda"
-            for loop in args.loops if own else [loop for loop in args.loops if loop == "model.generate"]:
+            for loop in (one for one in args.loops if contender.name in OURS or one == LOOPS[0]):
                 row: Record = {"cache": contender.name, "batch": rows, "prompt": prompt, "loop": loop}
-                if loop == "benchmark loop":
-                    table.add(row, partial(decode, model=model, contender=contender, rows=rows, prompt=prompt, new=new,
-                                           flush=sizes.flush, graph=graph, profile=False))  # fmt: skip
-                else:
-                    table.add(row, partial(generate, model=model, contender=contender, rows=rows, prompt=prompt,
-                                           new=args.new[0], warm_up=args.warm_up,
-                                           captured=loop == "cache.generate"))  # fmt: skip
-
-
-# generation
-
-
-def timed_steps(new: int, flush: int) -> int:
-    """Steps of `new` that are timed: whole periods of the flush, so that they bear their share of moving tokens."""
-    return max(0, new - WARM_UP - PROFILED) // flush * flush or new
-
-
-@torch.no_grad()
-def decode(
-    row: Record, model: PreTrainedModel, contender: Contender, rows: int, prompt: int, new: int, flush: int,
-    graph: bool, profile: bool = True,
-) -> None:  # fmt: skip
-    """Fill a row with tokens per second of one contender, and where the time of a step goes.
-
-    rows: of the batch. prompt: tokens in the cache before decoding. new: tokens decoded per row.
-    flush: tokens that leave the window at once. graph: whether the step is a captured CUDA graph.
-    """
-    cuda = model.device.type == "cuda"
-    model.set_attn_implementation(contender.attention)
-    before = flush if cuda else WARM_UP  # steps; the first tokens that leave the window compile what moves them
-    cache = contender.make(rows, prompt + before + new + ROOM)
-    fill(model, cache, rows, prompt)
-    decoding = Decoding(model, cache, torch.full((rows, 1), prompt, device=model.device))
-    step = decoding.graphed() if graph else decoding.step
-    for _ in range(before):
-        step()
-    steps = timed_steps(new, flush)
-    spent = seconds(step, steps)
-    row.update(batch=rows, tokens_per_s=rows / spent, step_ms=spent * 1e3)
-    if isinstance(cache, CompressedCache):
-        row["gb"] = cache.memory().total / 1e9
-    row["formula_gb"] = rows * contender.bytes(prompt + before + steps) / 1e9
-    if cuda and profile:
-        row.update(by_kind(profiled(step)))
-
-
-def largest(row: Record, model: PreTrainedModel, contender: Contender, prompt: int, new: int, flush: int) -> None:
-    """`decode` as a graph at the most rows that fit.
-
-    The search begins at what the bytes allow and takes 3% less wherever that does not fit.
-    Raises MemoryError if not one row fits.
-    """
-    rows = int((torch.cuda.mem_get_info()[0] - WORK_SPACE) / contender.bytes(prompt + flush + new + ROOM))
-    while rows:
-        try:
-            return decode(row, model, contender, rows, prompt, new, flush, True)
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            print(f"{contender.name}: no room for {rows} rows", flush=True)
-            rows = int(rows * 0.97)
-        clear()
-    raise MemoryError(f"not one row of {prompt} tokens fits")
-
-
-def generation_cases(args: argparse.Namespace, table: Table) -> None:
-    """Add the rows of every cache: eager steps for the first of --new, graphs, the most rows that fit."""
-    model, path, sizes = subject(args.shape)
-    for module in model.modules():  # norms and activations, alike for every cache
-        if args.fuse and type(module).__name__.endswith(("RMSNorm", "MLP")):
-            module.compile()
-    for contender in contenders(model, load_mask(path), sizes, PACKINGS):
-        if args.only and contender.name not in args.only:
-            continue
-        base: Record = {"cache": contender.name, "prompt": args.prompt}
-        given: dict[str, Any] = {"model": model, "contender": contender, "prompt": args.prompt}
-        graphs = model.device.type == "cuda" and contender.graph
-        for new in args.new:
-            given |= {"new": new, "flush": sizes.flush}
-            for batch in args.batch:
-                for graph in (False, True):
-                    if graphs if graph else not graphs or (new == args.new[0] and not args.graph_only):
-                        loop = "graph" if graph else "eager"
-                        row = {**base, "loop": loop, "new": new, "asked": batch}
-                        table.add(row, partial(decode, rows=batch, graph=graph, **given))
-            if graphs:
-                table.add({**base, "loop": "graph", "new": new, "asked": "largest"}, partial(largest, **given))
+                table.add(row, partial(generate, model=model, contender=contender, rows=rows, prompt=prompt,
+                                       new=args.new, warm_up=args.warm_up,
+                                       captured=loop == "cache.generate"))  # fmt: skip
 
 
 # memory
@@ -281,38 +215,24 @@ def memory_cases(args: argparse.Namespace, table: Table) -> None:
               f"{max_batch(keep, args.context, free, DTYPE, sizes)}")  # fmt: skip
 
 
-RUN = {
-    "generate": (generate_cases, ("cache", "batch", "prompt", "loop")),
-    "generation": (generation_cases, ("cache", "prompt", "loop", "new", "asked")),
-    "memory": (memory_cases, ("batch", "context")),
-}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=list(RUN))
+    parser.add_argument("action", choices=["generate", "memory"])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="llama8b")
-    parser.add_argument("--batch", type=int, nargs="+",
-                        help="rows; generation: default 64, memory: 1 2 4 8 16")  # fmt: skip
-    parser.add_argument("--prompt", type=int, default=4096, help="generation: tokens in the cache before decoding")
-    parser.add_argument("--new", type=int, nargs="+",
-                        help="tokens decoded; generate: default 192, generation: 128 1024")  # fmt: skip
-    parser.add_argument("--only", nargs="*", help="generate, generation: names of caches; default all")
+    parser.add_argument("--shape", choices=SHAPES, default="llama8b", help="generate")
     parser.add_argument("--case", nargs="+", default=CASES, help="generate: ROWSxTOKENS of the prompt")
+    parser.add_argument("--new", type=int, default=192, help="generate: tokens that are timed")
     parser.add_argument("--warm-up", type=int, default=16, help="generate: tokens before those that are timed")
+    parser.add_argument("--only", nargs="*", help="generate: names of caches; default all")
     parser.add_argument("--loops", nargs="+", default=LOOPS, choices=LOOPS, help="generate")
-    parser.add_argument("--graph-only", action="store_true", help="generation: no eager loop where there is a graph")
-    parser.add_argument("--fuse", action="store_true", help="generation: norms and MLPs through torch.compile")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="memory: rows")
     parser.add_argument("--context", type=int, default=32768, help="memory: tokens of a row")
     parser.add_argument("--layers", type=int, help="memory: only the first layers of the mask")
     args = parser.parse_args(argv)
-    args.new = args.new or ([192] if args.action == "generate" else [128, 1024])
-    args.batch = args.batch or ([1, 2, 4, 8, 16] if args.action == "memory" else [64])
-    cases, keys = RUN[args.action]
+    keys = ("cache", "batch", "prompt", "loop") if args.action == "generate" else ("batch", "context")
     table = Table(args.out / f"{args.action}.csv", keys)
-    cases(args, table)
+    (generate_cases if args.action == "generate" else memory_cases)(args, table)
     table.check()
 
 

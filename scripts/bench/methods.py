@@ -1,6 +1,7 @@
 """First token, time a token and bytes held of every method, at several lengths and batches, in one run.
 
     python -m scripts.bench.methods OUT --lengths 4096 32768 131072 --batches 1 largest     # 8B shape, one GPU
+    python -m scripts.bench.methods OUT --lengths 4096 --new 128 --batches 64 --methods dense leank    # LeanK's table 8
     KIVI="--window 128 --methods dense papers/kivi4 papers/kivi4_think papers/kivi4_iap"
     python -m scripts.bench.methods OUT $KIVI --lengths 160 --new 338 --batches 300    # ThinK's tables 10, 11
     python -m scripts.bench.methods OUT $KIVI --lengths 4097 --new 128 --batches 15    # IAP's table 6
@@ -24,8 +25,8 @@ method that fails costs its row alone:
     gb            held after the prompt, of which formula_gb by the method's formula (empty where data decide), the rest
                   being tables and spare room; peak_gb: the allocator's peak while decoding, weights included
     read_gb       K, V, bounds and labels that attention reads in a step; a query head reads what it chose by itself
-    token_ms      of a decoding step, by `loop`: a captured CUDA graph, or Python; why_eager says why no graph. A graph
-                  is timed over whole periods in which tokens leave the window, after one that compiles what moves them
+    token_ms      of a decoding step, by `loop`: a captured CUDA graph, or Python. A graph is timed over whole periods in which
+                  tokens leave the window, after one that compiles what moves them
     median_ms     of the same steps as the GPU sees them; worst_ms: the longest of them
     tokens_per_s  of all rows
     gpu_ms        of a step in kernels alone, of which attention_ms, products_ms, other_ms; kernels: launches per step.
@@ -125,16 +126,6 @@ def configured(
             if isinstance(choice, dict) and "samples" in choice:
                 choice["samples"] = min(SAMPLES, choice["samples"])
     return build_methods(found, config, tokenizer)
-
-
-def why_eager(cache: CompressedCache) -> str:
-    """Why no decoding step over the cache can be captured; empty where one can."""
-    if cache.capturable:
-        return ""
-    if not torch.cuda.is_available():
-        return "no GPU"
-    reasons = (layer.store.middle.why_not_kernel for layer in cache.compressed if layer.store is not None)
-    return next(filter(None, reasons), "a row is no longer than the sink")
 
 
 class Bench:
@@ -267,7 +258,7 @@ class Bench:
         else:
             spent = seconds(step, steps)
         row.update(batch=len(position), token_ms=spent * 1e3, tokens_per_s=len(position) / spent)
-        row.update(loop="graph" if graph else "eager", why_eager=why_eager(cache))
+        row.update(loop="graph" if graph else "eager")
         if self.cuda and self.profile:
             found = profiled(step)
             row.update(by_kind(found))
@@ -435,10 +426,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--window", type=int, help="tokens at the end that stay whole, in methods that name no window")
     parser.add_argument("--methods", nargs="+", help="of conf/method; papers/NAME for a preset; default: all")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the methods, as in eval")
+    parser.add_argument("--fuse", action="store_true", help="norms and MLPs through torch.compile")
     parser.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True,
                         help="look where a step's time goes")  # fmt: skip
     args = parser.parse_args(argv)
     model, mask, sizes = subject(args.shape)
+    for module in model.modules():
+        if args.fuse and type(module).__name__.endswith(("RMSNorm", "MLP")):
+            module.compile()
     sizes = sizes if args.window is None else replace(sizes, window=args.window)
     tokenizer = load_config(ModelConfig())[1]  # of the shipped model: calibration's ids are in any vocabulary
     bench = Bench(Replay(model, tokenizer, Settings()), args.new, args.profile)

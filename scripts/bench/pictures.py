@@ -1,11 +1,9 @@
-"""The pictures of the README, drawn from the tables of docs/results.
+"""The README's picture of recall, drawn from the tables of docs/results.
 
     python -m scripts.bench.pictures recall docs/results/reference{,_mixed}/recall.csv docs/pictures/recall.svg
-    python -m scripts.bench.pictures speed docs/results/h200/{generation,attention}.csv docs/pictures/speed.svg
 
-`recall` draws tables of `scripts.bench.quality ratios`; of several, each has a panel with the name of its folder.
-`speed` draws a table of `scripts.bench.decoding generation` and one of `scripts.bench.attention layers`. The files are
-transparent SVG, to be read on white and on black.
+It draws tables of `scripts.bench.quality ratios`; of several, each has a panel with the name of its folder. The file is
+a transparent SVG, to be read on white and on black.
 """
 
 from __future__ import annotations
@@ -83,63 +81,6 @@ def draw_recall(axes: Axes, table: Records) -> None:
     axes.set_xticks([r for r, after in zip(ratios, [*ratios[1:], np.inf], strict=True) if after - r > crowded])
 
 
-def bars(
-    axes: Axes, labels: Sequence[str], values: Sequence[float], texts: Sequence[str], bold: Sequence[bool]
-) -> None:
-    """Horizontal bars from the top down, LeanK's (`bold`) in its colour, with a text at the end of each."""
-    places = np.arange(len(labels))[::-1]
-    axes.barh(places, values, height=0.62, color=[COLOURS["LeanK"] if b else TEXT for b in bold])
-    for place, value, text in zip(places, values, texts, strict=True):
-        axes.annotate(text, (value, place), (5, 0), textcoords="offset points", va="center")
-    axes.set_yticks(places, labels)
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.tick_params(left=False, bottom=False, labelbottom=False)
-
-
-def draw_generation(axes: Axes, table: Records) -> None:
-    """Tokens per second at the common batch and at the largest that fits; the first row of each kind counts."""
-    wanted = (("LeanK", "graph"), ("own cache, nothing pruned", "graph"), ("StaticCache", "graph"),
-              ("DynamicCache", "eager"))  # fmt: skip
-    words = {"LeanK": "LeanK", "own cache, nothing pruned": "nothing pruned"}
-    labels, values, texts, bold = [], [], [], []
-    for largest in (False, True):
-        for cache, loop in wanted:
-            for row in table:
-                kind = (row["cache"], row["loop"], row.get("largest") == "True")
-                if kind == (cache, loop, largest) and row["tokens_per_s"] and row["new"] == "128":
-                    name = words.get(cache, f"transformers' {cache}")
-                    labels.append(f"{name}, {'largest batch, ' if largest else 'batch '}{row['batch']}")
-                    values.append(float(row["tokens_per_s"]))
-                    texts.append(f"{values[-1]:,.0f}")
-                    bold.append(cache == "LeanK")
-                    break
-    bars(axes, labels, values, texts, bold)
-    axes.set_xlim(0, 1.2 * max(values))
-    axes.set_title("Tokens per second, 4K tokens in the cache", loc="left")
-
-
-def draw_attention(axes: Axes, table: Records) -> None:
-    """Time of LeanK's attention per layer as a share of the fastest dense attention, and what its bytes allow."""
-    labels, values, texts, limits, dense_texts = [], [], [], [], []
-    for shape in dict.fromkeys(row["shape"] for row in table):
-        layers = [row for row in table if row["shape"] == shape and row["method"] == "LeanK"]
-        us, dense, limit = (np.mean([float(row[key]) for row in layers]) for key in ("us", "dense_us", "bytes"))
-        whole = next(float(row["bytes"]) for row in table if row["shape"] == shape and row["method"] != "LeanK")
-        labels.append(shape)
-        values.append(float(us / dense))
-        limits.append(float(limit / whole))
-        texts.append(f"{us:,.0f} µs")
-        dense_texts.append(f"{dense:,.0f} µs")
-    bars(axes, labels, values, texts, [True] * len(labels))
-    places = np.arange(len(labels))[::-1]
-    axes.vlines(limits, places - 0.31, places + 0.31, color=COLOURS["lowest frequencies"], linewidth=2.5)
-    axes.axvline(1, color=INK, linewidth=1, linestyle="--")
-    for place, text in zip(places, dense_texts, strict=True):
-        axes.annotate(text, (1, place), (5, 0), textcoords="offset points", va="center")
-    axes.set_xlim(0, 1.2)
-    axes.set_title("Attention per layer, batch x context\nDashed: fastest dense. Orange: limit by bytes", loc="left")
-
-
 def to_svg(figure: Figure) -> str:
     """The figure as a file of its own: transparent, with text as text, in a tone between black and white."""
     out = io.StringIO()
@@ -150,18 +91,16 @@ def to_svg(figure: Figure) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["recall", "speed"])
+    parser.add_argument("action", choices=["recall"])
     parser.add_argument("source", type=Path, nargs="+", help="tables as CSV")
     parser.add_argument("out", type=Path)
     args = parser.parse_args(argv)
-    draw = {"recall": [draw_recall] * len(args.source), "speed": [draw_generation, draw_attention]}[args.action]
     with matplotlib.rc_context(LOOK):
-        figure = sheet((3.6 if args.action == "recall" else 3) * len(draw), 7.2)
-        panels = figure.subplots(len(draw), squeeze=False)[:, 0]
-        for panel, file, axes in zip(draw, args.source, panels, strict=True):
+        figure = sheet(3.6 * len(args.source), 7.2)
+        for axes, file in zip(figure.subplots(len(args.source), squeeze=False)[:, 0], args.source, strict=True):
             with file.open(newline="") as table:
-                panel(axes, list(csv.DictReader(table)))
-            if args.action == "recall" and len(draw) > 1:
+                draw_recall(axes, list(csv.DictReader(table)))
+            if len(args.source) > 1:
                 axes.set_title(f"model={file.parent.name}", loc="left")
         write_text(args.out, to_svg(figure))
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -56,11 +56,6 @@ def checked(rows: Iterable[ResultRow]) -> list[ResultRow]:
 def write_table(path: Path, lines: Sequence[Line]) -> None:
     """Write lines as CSV; integers stay such beside empty cells."""
     write_text(path, pd.DataFrame(lines, dtype=object).to_csv(index=False))
-
-
-def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose cells are text."""
-    return str(pd.DataFrame(lines, columns=head, dtype=object).to_markdown(index=False, disable_numparse=True))
 
 
 def named(method: str) -> tuple[str, str, str] | None:
@@ -168,35 +163,29 @@ def by_ratio_and_task(wide: Wide) -> list[Line]:
 def ratios_page(lines: Sequence[Line]) -> str:
     """The tables of a page as Markdown: a line for each ratio, a column for each label."""
 
-    def points(line: Line) -> str:
+    def points(line: Line, name: str) -> str:
+        return f"{line[name]:+.2f} [{line[f'{name}_low']:.2f}, {line[f'{name}_high']:.2f}]" if name in line else ""
+
+    def by_seed(line: Line) -> str:
         seeds = [f"{value:+.1f}" for key, value in line.items() if key.startswith("difference_seed")]
-        mean = f"{line['difference']:+.2f} [{line['difference_low']:.2f}, {line['difference_high']:.2f}]"
-        return mean + (f" ({', '.join(seeds)})" if len(seeds) > 1 else "")
+        return f" ({', '.join(seeds)})" if len(seeds) > 1 else ""
 
-    def behind(line: Line) -> str:
-        if "minus_leank" not in line:
-            return ""
-        return f"{line['minus_leank']:+.2f} [{line['minus_leank_low']:.2f}, {line['minus_leank_high']:.2f}]"
-
-    def distance(line: Line) -> str:
-        return f"{line['kl']:.2g}; {line['top1']:.2f}%" if "kl" in line else ""
-
-    def size(line: Line) -> str:
-        return f"{line['bytes']:.0%}"
-
-    cells = {(str(line["label"]), str(line["ratio"])): line for line in lines if line["ratio"]}
-    names = list(dict.fromkeys(label for label, _ in cells))
-    ratios = sorted({ratio for _, ratio in cells}, key=float)
-    out = [f"dense: recall {lines[0]['recall']:.2f} [{lines[0]['low']:.2f}, {lines[0]['high']:.2f}]"]
-    for title, shown in (
-        ("recall minus dense, points (by seed)", points),
-        ("recall minus LeanK's at the same ratio, points", behind),
-        ("KL from dense, nats a token; top-1 agreement", distance),
-        ("cache, of dense", size),
-    ):
-        body = [[f"{r}%", *(shown(cells[a, r]) if (a, r) in cells else "" for a in names)] for r in ratios]
-        out += ["", title, "", markdown(["K pruned", *names], body)]
-    return "\n".join(out)
+    shown: dict[str, Callable[[Line], str]] = {
+        "recall minus dense, points (by seed)": lambda line: points(line, "difference") + by_seed(line),
+        "recall minus LeanK's at the same ratio, points": lambda line: points(line, "minus_leank"),
+        "KL from dense, nats a token; top-1 agreement": lambda line: (
+            f"{line['kl']:.2g}; {line['top1']:.2f}%" if "kl" in line else ""
+        ),
+        "cache, of dense": lambda line: f"{line['bytes']:.0%}",
+    }
+    dense, *pruned = lines
+    out = [f"dense: recall {dense['recall']:.2f} [{dense['low']:.2f}, {dense['high']:.2f}]"]
+    for title, cell in shown.items():
+        cells = pd.DataFrame([{"K pruned": float(str(line["ratio"])), "label": line["label"], "": cell(line)}
+                              for line in pruned])  # fmt: skip
+        table = cells.pivot(index="K pruned", columns="label", values="")[[*cells["label"].unique()]].fillna("")
+        out += [title, str(table.to_markdown(disable_numparse=True))]
+    return "\n\n".join(out)
 
 
 # by turn

@@ -6,7 +6,7 @@
 and one with fewer and busier heads that knows natural text too (TEXT: see `scripts.reference_model.text`):
 
     python -m scripts.reference_model.pretrain tokenizer OUT --vocabulary 8192 --text TEXT
-    python -m scripts.reference_model.text tokens TEXT OUT
+    python -m scripts.reference_model.text TEXT OUT
     python -m scripts.reference_model.pretrain train OUT --recipe mixed --text TEXT --layers 6 --heads 4 --kv-heads 1 \
         --head-dim 128 --mlp 1536 --tokens 131072 --devices 2 --steps 9000
 
@@ -41,7 +41,7 @@ from scripts.reference_model.batches import (
     collate,
     evaluation_rows,
 )
-from scripts.reference_model.text import read
+from scripts.reference_model.text import documents
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 STATE = "state.pt"  # what an exact resume needs, in the folder of the run
@@ -67,14 +67,14 @@ def make_tokenizer(folder: Path, vocabulary: int = 4096, text: Path | None = Non
     )
     names = [w for kind in ("nouns", "adjectives", "verbs") for w in haystack.words(kind)]
     texts = [*haystack.sentences(None, "train"), *names, *(" " + w for w in names)]
-    texts += [] if text is None else read(text, "train")[::4]
+    texts += [] if text is None else documents(text, "train")[::4]
     tokenizer.train_from_iterator(texts, trainer)
     # a second pass that has seen the tasks' own wording
     first = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     counter = TokenCounter(first)
     tasks = [(n, t) for n, t in TASKS.items() if not n.startswith("qa") and n != "chain_long"]  # too long
-    documents = [t.build(Request(n, 2048, counter, 1, i)) for n, t in tasks for i in range(4)]
-    wording = [d.context[:400] + q.question + q.answer_prefix for d in documents for q in d.questions]
+    samples = [t.build(Request(n, 2048, counter, 1, i)) for n, t in tasks for i in range(4)]
+    wording = [d.context[:400] + q.question + q.answer_prefix for d in samples for q in d.questions]
     tokenizer.train_from_iterator(texts + wording * 4, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]

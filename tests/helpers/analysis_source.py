@@ -29,6 +29,11 @@ def source(mask: bool = False) -> Source:
     return Source(tiny_model(), tokenizer("reference"), random_mask() if mask else None, "tiny")
 
 
+def prompt(index: int = 0, task: str = "niah_single_2") -> torch.Tensor:
+    """The tokens of a sample."""
+    return source().ids(source().sample(task, LENGTH, index))
+
+
 def random_mask(seed: int = 0) -> ChannelMask:
     """A mask in which one head of the first layer is empty."""
     keep = torch.rand(LAYERS, HEADS, DIM, generator=torch.Generator().manual_seed(seed)) < 0.5

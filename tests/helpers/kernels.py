@@ -27,9 +27,9 @@ def some_channels(counts, dim, generator):
     return keep
 
 
-def make_store(counts, dim, lengths, sizes, dtype, seed=0, bits=None, widths=None, per_row=False):
+def make_store(counts, dim, lengths, sizes, dtype, seed=0, bits=None, widths=None, per_row=False, **middle):
     """A sealed layer of random keys: counts[h] channels of K and widths[h] of V (None = all) per head, rows of the
-    given lengths, left-padded. per_row: every row keeps other channels of V."""
+    given lengths, left-padded. per_row: every row keeps other channels of V. middle: more choices of the `Middle`."""
     generator = torch.Generator().manual_seed(seed)
     keep, values = some_channels(counts, dim, generator), None
     if widths is not None:
@@ -38,7 +38,10 @@ def make_store(counts, dim, lengths, sizes, dtype, seed=0, bits=None, widths=Non
     shape = (2, len(lengths), len(counts), max(lengths), dim)
     k, v = torch.randn(shape, generator=generator).to(DEVICE, dtype)
     real = torch.arange(shape[3]) >= shape[3] - torch.tensor(lengths)[:, None]
-    return Store(k, v, None if real.all() else real.to(DEVICE), Middle(keep, values, bits=bits), sizes)
+    scores = torch.rand(shape[1:4], generator=generator).to(DEVICE)
+    return Store(
+        k, v, None if real.all() else real.to(DEVICE), Middle(keep, values, bits=bits, **middle), sizes, None, scores
+    )
 
 
 def poison(store):

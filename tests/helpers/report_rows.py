@@ -5,6 +5,8 @@ from html.parser import HTMLParser
 
 import numpy as np
 
+from leank.eval.rows.results import Results
+
 
 def row(method, sample, score, task="vt", length=4096, config=None, **more):
     """One row of results.jsonl; `more` replaces fields."""
@@ -33,6 +35,14 @@ def grid():
         for method in ("dense", "leank", "think")
         for sample in range(12)
     ]
+
+
+def stored(folder, rows):
+    """Write rows as a run does. Returns the folder."""
+    with Results(folder) as results:
+        for one in rows:
+            results.append(one)
+    return folder
 
 
 class Checker(HTMLParser):

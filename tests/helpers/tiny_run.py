@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from leank_train.running.recorder import Recorder
 from tests import ROOT
 from tests.helpers.text_tokenizers import tokenizer
 
@@ -109,3 +110,21 @@ def die_at_file(name: str, when: str) -> None:
             replace(source, target)
 
     os.replace = die
+
+
+def at_step(steps: int, number: int = signal.SIGKILL) -> list[int]:
+    """Send this process a signal in the step of that number, counted over both stages, before anything of it is kept.
+
+    Returns a list that grows with every step; the patch of `Recorder` stays.
+    """
+    taken: list[int] = []
+    keep = Recorder.on_train_batch_end
+
+    def hook(*args):
+        taken.append(1)
+        if len(taken) == steps:
+            os.kill(os.getpid(), number)
+        keep(*args)
+
+    Recorder.on_train_batch_end = hook
+    return taken

@@ -134,17 +134,6 @@ def test_a_ratio_is_refused_where_no_scores_can_meet_it(heads, align, rounding):
                 check_ratio((1, heads, 4), ratio, align, rounding)
 
 
-def test_ratios_that_no_block_can_meet():
-    with pytest.raises(
-        ValueError, match=r"ratio=0.3 with align=8 would prune nothing: \[1, 1, 8\] .*; raise ratio, or lo"
-    ):
-        ChannelMask.from_scores(torch.rand(1, 1, 8), 0.3, 8, "exact")
-    with pytest.raises(
-        ValueError, match=r"ratio=0.99 with align=8 would empty every head: .*; lower ratio, or lower al"
-    ):
-        ChannelMask.from_scores(torch.rand(2, 2, 8), 0.99, 8, "exact")
-
-
 def test_masks_that_hardly_anybody_wants_are_named(tmp_path):
     empty = ChannelMask(torch.zeros(1, 2, 8, dtype=torch.bool))
     coarse = ChannelMask.from_scores(torch.rand(1, 2, 8), 0.3, 8, "exact")  # one of two heads: 50%

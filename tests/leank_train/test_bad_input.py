@@ -11,8 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     MistralConfig,
     MistralForCausalLM,
     StableLmConfig,
@@ -102,14 +100,6 @@ def test_before_training(model_folder, tmp_path, no_step, case, monkeypatch):
 
 
 MODELS = {
-    "no rotary positions": (
-        (GPT2LMHeadModel, GPT2Config, {"n_embd": 32, "n_layer": 1, "n_head": 2}), [],
-        [r"model\.name=.*: model=gpt2 has no rotary positions", "choose a RoPE decoder"],
-    ),
-    "takes no other attention": (
-        (StableLm, StableLmConfig, PARTIAL), [],
-        [r"model\.name=.* cannot be used: model=stablelm takes no registered attention", "choose another model"],
-    ),
     "rotates part of a head": (
         (StableLm, StableLmConfig, PARTIAL), VALIDATION,
         [r"validation\.samples=1: .*partial_rotary_factor=0\.5", r"set validation\.samples=0"],

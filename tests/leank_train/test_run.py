@@ -1,7 +1,6 @@
 """The main job end to end on a tiny model: what a run leaves, and that stops, seeds and workers change nothing else."""
 
 import json
-import os
 import random
 import signal
 import time
@@ -15,11 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from leank.mask import ChannelMask
-from leank_train.running.recorder import Recorder
 from leank_train.stages import Stage
 from leank_train.train import run
 from tests.helpers import forked
-from tests.helpers.tiny_run import VALIDATION, alpha, die_at_file, killed, line_and_env, save_model, settings
+from tests.helpers.tiny_run import VALIDATION, alpha, at_step, die_at_file, killed, line_and_env, save_model, settings
 
 PLOTS = {"losses", "alpha_histogram", "channels_per_head", "kept_per_frequency"}
 METHODS = ["dense", "leank", "think", "static_norm", "lowest_frequencies", "random"]
@@ -139,19 +137,6 @@ def test_a_chat_template_fits_into_the_positions(tmp_path):
     longest = ["data.min_length=400", "validation.lengths=[400]", "stage1.steps=4", "stage2.steps=0"]
     metrics = run(settings(folder, *VALIDATION, *longest), tmp_path / "run")
     assert set(metrics["validation"]["recall"]) == set(METHODS)
-
-
-def at_step(steps):
-    """Die in the step of that number, counted over both stages, before anything of it is kept."""
-    taken, keep = [], Recorder.on_train_batch_end
-
-    def die(*args):
-        taken.append(1)
-        if len(taken) == steps:
-            os.kill(os.getpid(), signal.SIGKILL)
-        keep(*args)
-
-    Recorder.on_train_batch_end = die
 
 
 ANY = random.randint(1, STEPS)

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import time
 
 import pytest
@@ -21,7 +20,7 @@ from leank_train.running.recorder import Recorder
 from leank_train.settings import check, fingerprint, plain
 from leank_train.stages import Stage
 from leank_train.train import run
-from tests.helpers.tiny_run import cli, die_at_file, killed, save_model, settings
+from tests.helpers.tiny_run import die_at_file, killed, save_model, settings
 
 SHORT = ["stage1.steps=4", "stage2.steps=1", "checkpoint_every=1"]
 
@@ -114,21 +113,6 @@ def test_two_trainings_in_one_folder(model_folder, tmp_path, no_step):
     with Lock(tmp_path / "run.lock", "busy"), pytest.raises(BlockingIOError, match=words):
         run(settings(model_folder), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["run.lock"]
-
-
-@pytest.mark.slow
-def test_a_second_command_is_refused_until_the_first_is_killed(model_folder, tmp_path):
-    first = cli(model_folder, tmp_path, "stage1.steps=3000", "workers=1")
-    while first.poll() is None and not (tmp_path / "here/checkpoints/stage1/last.ckpt").exists():
-        time.sleep(0.05)
-    workers = subprocess.run(["pgrep", "-P", str(first.pid)], capture_output=True, text=True).stdout.split()
-    second, _ = cli(model_folder, tmp_path, "stage1.steps=3000", "workers=1").communicate(timeout=120)
-    assert "leank_train: " in second.splitlines()[-1]
-    assert "is being written by another training; wait for it" in second.splitlines()[-1]
-    first.kill()
-    first.wait()
-    assert workers
-    Lock(tmp_path / "here/run.lock", "busy").close()  # though a data worker may live on for seconds
 
 
 def test_processes_that_a_run_starts_hold_no_lock(tmp_path):

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from leank import backbone
 from leank.eval.benchmarks.base import benchmarks
-from leank.eval.inference.models import ModelConfig
 from leank.eval.methods import REGISTRY, build_method, choice, choice_class
 from leank.eval.run.build import build_benchmark
-from leank.eval.run.settings import Settings
 from leank.typed import BadConfig, Checked, Count, OneOf, Positive, Share, _adapters, typed
 from leank.wandb_log import LoggerConfig
 from leank_train import settings
@@ -125,19 +123,10 @@ def test_every_number_of_a_benchmark_has_its_type_and_a_bound(name):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: choice("prefill", {"name": "asl", "threshold": 2}, "method.asl.prefill"), r"prefill\.threshold=2"),
-        (lambda: choice("prefill", {"name": "gemfilter", "layer": 1.5}, "m"), r"m\.layer=1\.5 must be"),
-        (lambda: build_benchmark({"name": "mmlu", "shots": -1}), r"benchmark\.shots=-1 must be"),
-        (
-            lambda: build_benchmark({"name": "longbench", "tasks": ["qasper"], "preset": "nonsense"}),
-            "benchmark.preset='nonsense' must be",
-        ),
         (lambda: build_method("x", {}, {"windw": 3}), r"cache\.windw is no setting; did you mean window\?"),
         (lambda: build_method("x", {"channel": {}}), r"method\.x\.channel is no setting; did you mean channels\?"),
         (lambda: build_method("x", {"bits": {"name": "kivi"}, "backend": "tritn"}), r"x\.backend='tritn' must be"),
         (lambda: choice("channels", {"name": "os:system"}, "m"), "is no choice of channels; give a dataclass that sub"),
-        (lambda: typed(Settings, {"min_new_tokens": -1}), "min_new_tokens=-1 must be"),
-        (lambda: typed(ModelConfig, {"chat": "yes"}, "model."), "model.chat='yes' must be"),
         (lambda: typed(LoggerConfig, {"_target_": "os.system"}, "logger."), "logger._target_ is no setting"),
         (lambda: typed(LoggerConfig, {"kind": "os.system"}, "logger."), "logger.kind='os.system' must be"),
         (lambda: backbone.load_config("reference", {"rope_tetha": 1e4}), r"model\.overrides\.rope_tetha is no setting"),
@@ -164,11 +153,7 @@ def test_evaluation_refuses_nonsense(make, message):
     ("overrides", "message"),
     [
         (["+sead=3"], r"sead is no setting; did you mean seed\? There are model, data"),
-        (["seed=nan"], r"seed=nan must be"),
-        (["resume=5"], "resume=5 must be"),
-        (["stage1.clamp=abc"], r"stage1\.clamp='abc' must be"),
         (["stage1.lr=1e30"], r"stage1\.lr=1e\+30 must be"),
-        (["stage1.steps=true"], r"stage1\.steps=True must be"),
         (["++stage2.lam=inf"], r"stage2\.lam=inf must be"),
         (["+model.overrides.rope_tetha=1"], r"model\.overrides\.rope_tetha is no setting"),
         (["data.tasks=3"], r"data\.tasks=3 must be"),

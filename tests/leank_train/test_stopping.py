@@ -1,9 +1,7 @@
 """Early stopping: when a stage ends, what it keeps, and that stops and ranks change nothing of it."""
 
 import json
-import os
 import shutil
-import signal
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +17,7 @@ from leank_train.running.recorder import Recorder
 from leank_train.stages import PruningConfig, Stage, Stage1, Stage2, StageConfig
 from leank_train.train import run
 from tests.helpers.ranks import forked_ranks
-from tests.helpers.tiny_run import alpha, killed, settings
+from tests.helpers.tiny_run import alpha, at_step, killed, settings
 
 RECIPE = [
     "stage1=steered", "stage2=kl", "stage1.steps=40", "stage2.steps=3", "stage1.lr=0.2",
@@ -154,16 +152,10 @@ def test_held_out_documents_lie_on_the_device_of_the_stage(model_folder):
 
 
 def test_killed_and_started_again(finished, model_folder, tmp_path):
-    out, taken, keep = tmp_path / "run", [], Recorder.on_train_batch_end
+    out = tmp_path / "run"
 
     def work():
-        def die(*args):
-            taken.append(1)
-            if len(taken) == FIRST + 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-            keep(*args)
-
-        Recorder.on_train_batch_end = die
+        at_step(FIRST + 2)
         run(settings(model_folder, *RECIPE), out)
 
     assert killed(work)

@@ -12,7 +12,7 @@ from torch import Tensor
 from leank.eval.cache.attention import batched
 from leank.eval.cache.attention.kernels import choose as kernels
 from leank.eval.cache.attention.kernels.parts import Queries, Results
-from leank.eval.cache.attention.launch import Kernel, layer_of, multiprocessors
+from leank.eval.cache.attention.launch import Kernel, Uncopied, layer_of, multiprocessors
 from leank.eval.cache.attention.ranking import Bounds, Ranking, places
 from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
 from leank.eval.cache.storage.store import Store
@@ -51,7 +51,7 @@ class ChosenConfig:
 
 
 @dataclass
-class ChosenPlan:
+class ChosenPlan(Uncopied):
     """Where one store lies, kept until addresses or capacities change.
 
     table: [B H, FIELDS] int64, on the device; a captured step reads it where it is
@@ -72,9 +72,6 @@ class ChosenPlan:
     channels: int
     labels: int
     room: int
-
-    def __deepcopy__(self, memo: object) -> None:
-        """Nothing: the table holds addresses, and a copied store, which lies elsewhere, makes its own."""
 
 
 class Chosen(Kernel):

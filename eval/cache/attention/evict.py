@@ -6,8 +6,6 @@ ones between steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,19 +22,6 @@ PROGRAMS = 1056  # that add weights, at most: eight per multiprocessor of a larg
 ROOMY = 2  # a tail with room for more than so many times the tokens that stay makes way for a smaller one
 
 
-@dataclass
-class Room:
-    """Where the scores of one layer lie.
-
-    at: int64 [2] on the device: their address, and their columns
-    address, columns: the same on the host
-    """
-
-    at: Tensor
-    address: int
-    columns: int
-
-
 class Weights:
     """The attention weights of layers that evict. The layers of a cache share its scratch memory."""
 
@@ -45,12 +30,12 @@ class Weights:
         self._at = torch.zeros(1, dtype=torch.int64)  # the address of the scratch memory
         self._rows = 0  # query rows of a KV head in one launch, the most so far
 
-    def fit(self, store: Store, room: Room | None) -> Room | None:
+    def fit(self, store: Store, room: Tensor | None) -> Tensor | None:
         """Give the scores and the scratch memory a column for every token that the layer has room for.
 
         room: of an earlier call for this layer, which is changed in place; None = there was none
 
-        Returns the layer's room, None if it does not evict.
+        Returns int64 [2] on the device, the scores' address and columns; None if the layer does not evict.
         """
         policy = store.eviction
         if policy is None:
@@ -58,18 +43,14 @@ class Weights:
         columns = store.sizes.sink + int(store.tail.capacity.max()) + store.ring_k.shape[2]
         policy.reserve(columns)
         self._hold(store, columns)
-        address, device = policy.scores.data_ptr(), policy.scores.device
-        if room is None or room.at.device != device:
-            room = Room(torch.zeros(2, dtype=torch.int64, device=device), 0, 0)
-        if (room.address, room.columns) != (address, columns):
-            room.address, room.columns = address, columns
-            update(room.at, np.array([address, columns]))
+        room = scratch(torch.zeros(2, dtype=torch.int64) if room is None else room, 2, policy.scores.device)
+        update(room, np.array([policy.scores.data_ptr(), columns]))
         return room
 
-    def scratch(self, store: Store, rows: int, room: Room) -> Tensor:
+    def scratch(self, store: Store, policy: Eviction, rows: int) -> Tensor:
         """Where the scratch memory lies, int64 [1], once it has room for `rows` query rows of every KV head."""
         self._rows = max(self._rows, rows)
-        self._hold(store, room.columns)
+        self._hold(store, policy.scores.shape[-1])
         return self._at
 
     def _hold(self, store: Store, columns: int) -> None:
@@ -79,24 +60,25 @@ class Weights:
             self._at = scratch(self._at, 1, device)
             update(self._at, np.array([self._scratch.data_ptr()]))
 
-    def add(self, store: Store, decay: float, room: Room, position: Tensor, group: int, rows: int) -> None:
+    def add(self, store: Store, policy: Eviction, room: Tensor, position: Tensor, group: int, rows: int) -> None:
         """Add the weights of the step whose logits are in the scratch memory; the reference is `Eviction.add`.
 
+        room: from `fit`
         position: [B, Q], the real index of each query, -1 for padding
         group: query heads per KV head
         rows: query rows of a KV head in the launch
         """
-        places = store.tail.length.size
-        kernels.add_weights[(places, max(1, min(PROGRAMS // places, -(-room.columns // BLOCK))))](
-            *(self._at, room.at, position, store.seen_dev, store.start_dev, store.tail.length_dev),
-            *(decay, position.shape[1], store.sizes.sink, places),
+        places, columns = store.tail.length.size, policy.scores.shape[-1]
+        kernels.add_weights[(places, max(1, min(PROGRAMS // places, -(-columns // BLOCK))))](
+            *(self._at, room, position, store.seen_dev, store.start_dev, store.tail.length_dev),
+            *(policy.decay, position.shape[1], store.sizes.sink, places),
             H=store.tail.length.shape[1],
             GROUP=group,
             ROWS=rows,
             BLOCK=BLOCK,
         )
 
-    def compact(self, store: Store, policy: Eviction, choice: Choice, room: Room) -> None:
+    def compact(self, store: Store, policy: Eviction, choice: Choice, room: Tensor) -> None:
         """Drop tokens from the tail, and their scores, in two launches; the reference is `Eviction.prune`.
 
         choice: which of the middle's tokens stay
@@ -107,7 +89,7 @@ class Weights:
         new = tail.fresh(tail.channels, np.where(left > 0, left + GROWTH, 0), tail.values) if roomy else tail
         source = torch.empty(stay.shape, dtype=torch.int32, device=stay.device)
         kernels.drop[(left.size,)](
-            *(stay.contiguous().view(torch.uint8), source, room.at, store.seen_dev, store.start_dev, tail.length_dev),
+            *(stay.contiguous().view(torch.uint8), source, room, store.seen_dev, store.start_dev, tail.length_dev),
             *(most, store.sizes.sink),
             H=left.shape[1],
             TILE=BLOCK,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from leank.eval.cache.attention import work
 from leank.eval.cache.attention.batched import Plain
-from leank.eval.cache.attention.evict import Room, Weights
+from leank.eval.cache.attention.evict import Weights
 from leank.eval.cache.attention.kernels import decode, packed, ring
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
 from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
@@ -146,8 +146,15 @@ def _move_packed(store: Store, done: Tensor) -> None:
     )
 
 
+class Uncopied:
+    """Is not copied with a store: it holds addresses, and a copied store, which lies elsewhere, makes its own."""
+
+    def __deepcopy__(self, memo: object) -> None:
+        """Nothing."""
+
+
 @dataclass
-class LaunchPlan:
+class LaunchPlan(Uncopied):
     """The work table of one store, kept until addresses or capacities change."""
 
     table: Tensor  # [lines, FIELDS] int64, on the device, with room for the most lines there can be
@@ -157,10 +164,7 @@ class LaunchPlan:
     values: int  # the most channels that V keeps, rounded up to a power of two; 0 = all
     codec: CodecKernels | None  # None = the middle is in 16 bits
     few: bool = False  # every program reads few pages of the middle; see FEW
-    room: Room | None = None  # where the scores of a layer that evicts lie; see kernels.evict
-
-    def __deepcopy__(self, memo: object) -> None:
-        """Nothing: the table holds addresses, and a copied store, which lies elsewhere, makes its own."""
+    room: Tensor | None = None  # where the scores of a layer that evicts lie; see kernels.evict
 
 
 class Kernel(Plain):
@@ -247,7 +251,7 @@ class Kernel(Plain):
         q, position = q if q.stride(-1) == 1 else q.contiguous(), position.contiguous()
         out = self._launch(store, plan, q, position, scaling, tile_rows, rows)
         if store.eviction is not None and plan.room is not None:
-            self.weights.add(store, store.eviction.decay, plan.room, position, group, rows)
+            self.weights.add(store, store.eviction, plan.room, position, group, rows)
         return out
 
     def _launch(
@@ -278,7 +282,9 @@ class Kernel(Plain):
             WEIGHTS=plan.room is not None,
             PDL=pdl,
         )
-        weights = (done, done) if plan.room is None else (self.weights.scratch(store, rows, plan.room), plan.room.at)
+        weights = (done, done)
+        if plan.room is not None and store.eviction is not None:
+            weights = (self.weights.scratch(store, store.eviction, rows), plan.room)
         decode.decode[(plan.programs, chunks)](
             layer_of(store),
             plan.table,

@@ -78,17 +78,13 @@ class Coordinates(RecordCodec):
 
     @property
     def width(self) -> int:
-        """Numbers in a record."""
         return self.basis.shape[-1]
 
     def encode(self, keys: Tensor, rows: np.ndarray) -> Tensor:
-        """Coordinates of keys."""
         return keys.to(wide(keys)) @ self.basis.to(wide(keys))
 
     def decode(self, records: Tensor, rows: np.ndarray) -> Tensor:
-        """Keys from their coordinates."""
         return records.to(wide(records)) @ self.basis.to(wide(records)).mT
 
     def to(self, device: torch.device) -> Self:
-        """The basis on a device."""
         return replace(self, basis=self.basis.to(device))

@@ -112,11 +112,9 @@ class Records(RecordCodec):
 
     @property
     def width(self) -> int:
-        """Numbers in a record."""
         return self.size
 
     def encode(self, keys: Tensor, rows: np.ndarray) -> Tensor:
-        """Records of keys [R, H, n, D]."""
         norms = self._norms(rows)
         saliency = norms * keys.to(norms).square()
         stays = top(saliency, self.kept)
@@ -131,7 +129,6 @@ class Records(RecordCodec):
         return torch.cat(parts, -1)
 
     def decode(self, records: Tensor, rows: np.ndarray) -> Tensor:
-        """Keys [R, H, n, D] of records."""
         norms = self._norms(rows)
         dim = norms.shape[-1]
         numbers, bits, *more = records.split(self._sizes(dim), -1)
@@ -170,13 +167,10 @@ class Records(RecordCodec):
         return ((whole[..., None] >> place) & 1).bool().flatten(-2)[..., :count]
 
     def select(self, rows: Tensor) -> Self:
-        """The code of other rows."""
         return replace(self, norms=self.norms[rows.to(self.norms.device)])
 
     def to(self, device: torch.device) -> Self:
-        """The code on a device."""
         return replace(self, norms=self.norms.to(device))
 
     def tensors(self) -> dict[str, Tensor]:
-        """||q_j||."""
         return {"norms": self.norms}

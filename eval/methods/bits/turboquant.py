@@ -94,7 +94,6 @@ class Rotation(PageCodec):
 
     @property
     def why_not_kernel(self) -> str | None:
-        """Why only plain PyTorch can read it."""
         return "the kernel reads keys channel by channel, this method stores them rotated"
 
     def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:

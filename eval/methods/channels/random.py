@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from leank.channel_scores import random_mask
 from leank.eval.inference.prefill import Prefill
@@ -24,9 +24,6 @@ class Random(Uniform):
 
     ratio: Share = 0.7
     seed: Seed = 0
-
-    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        random_mask(kv_shape(config), self.ratio, self.seed)
 
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
         return random_mask(kv_shape(config), self.ratio, self.seed).keep

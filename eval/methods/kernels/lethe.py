@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import triton
@@ -110,16 +112,7 @@ def _rounds(
 
 
 def rounds(
-    scores: Tensor,
-    length: Tensor,
-    numbers: np.ndarray,
-    most: int,
-    *,
-    sparse_ratio: float,
-    limit: int,
-    min_sparsity: float,
-    segments: int,
-    text: bool,
+    scores: Tensor, length: Tensor, numbers: np.ndarray, most: int, settings: Any
 ) -> tuple[Tensor, np.ndarray, np.ndarray]:
     """A round of the rows that are due; the slow form is `tokens.lethe.Rounds._round`.
 
@@ -127,8 +120,7 @@ def rounds(
     length: int64 [B, H] on the device, tokens of each head's middle
     numbers: [R, 6] as in `_rounds`, of the rows that are due
     most: most tokens that a middle holds
-    sparse_ratio, limit, min_sparsity, segments: the settings of `Lethe`
-    text: whether Algorithm 1 is read as its text has it
+    settings: Lethe: the settings
 
     Returns what stays of all rows' middles, bool [B, H, most], and on the host for the rows that are due the breakpoint
     in tokens (those held if there is none) and how many tokens of the middle stay. This waits for the device.
@@ -138,20 +130,12 @@ def rounds(
     total = torch.empty(rows, columns, dtype=torch.float32, device=device)
     result = torch.empty(rows, 2, dtype=torch.int64, device=device)
     _rounds[(rows,)](
-        *(
-            scores,
-            total,
-            length,
-            upload(numbers.astype(np.int64), device),
-            stay.view(torch.uint8),
-            result,
-            columns,
-            most,
-        ),
-        *(sparse_ratio, limit, float(min_sparsity)),
+        *(scores, total, length, upload(numbers.astype(np.int64), device)),
+        *(stay.view(torch.uint8), result, columns, most),
+        *(settings.sparse_ratio, settings.limit, float(settings.min_sparsity)),
         H=heads,
-        TEXT=text,
-        SEGMENTS=segments,
+        TEXT=settings.reading == "text",
+        SEGMENTS=settings.segments,
         BLOCK=block(int(numbers[:, 1].max())),
     )
     found, stays = result.cpu().numpy().T

@@ -9,7 +9,7 @@ of a token that is padding, or whose key is zero, is inf: it is like no other, a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -245,22 +245,13 @@ def _compare(
     )
 
 
-def ranking(
-    scores: Tensor,
-    tail: Segment,
-    sink: int,
-    tokens: int,
-    mix: float,
-    kernel: int,
-    threshold: float,
-    tiles: Tiles = DEFAULT,
-) -> Tensor:
+def ranking(scores: Tensor, tail: Segment, sink: int, tokens: int, settings: Any, tiles: Tiles = DEFAULT) -> Tensor:
     """Z [B, H, tokens] of the middle's tokens, all of them in the tail; slow form: `tokens.rkv.Redundant.ranking`.
 
     scores: [B, H, columns] float32, contiguous, zeros past the tokens held
     sink: tokens before the middle
     tokens: the most that a head's middle holds
-    mix, kernel, threshold: settings of `RKV`
+    settings: RKV: the settings
 
     What it says past a head's own tokens is undefined.
     """
@@ -271,11 +262,11 @@ def ranking(
     repeated = torch.empty(batch, heads, most, dtype=torch.int64, device=device)
     keys, of_pages = (tail.k, tail.places(), tail.length_dev), {"H": heads, "D": dim, "PAGE": PAGE, "TILE": PAGE}
     measure[(batch * heads,)](*keys, norm, total, repeated, most, **of_pages)
-    _compare(keys, norm, repeated, threshold, (0, 0, 0, 0), heads, dim, PAGE, tiles)
+    _compare(keys, norm, repeated, settings.threshold, (0, 0, 0, 0), heads, dim, PAGE, tiles)
     rank[(batch * heads,)](
-        *(*keys, norm, total, repeated, scores, ranked, mix, most, columns, sink),
+        *(*keys, norm, total, repeated, scores, ranked, settings.mix, most, columns, sink),
         **of_pages,
-        KERNEL=kernel,
+        KERNEL=settings.kernel,
         UNIT=UNIT,
     )
     return ranked[..., :tokens]

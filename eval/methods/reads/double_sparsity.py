@@ -99,12 +99,10 @@ class Labels:
 
     @property
     def labels(self) -> Tensor:
-        """The channels that are stored before the others."""
         return self.channels
 
     @property
     def ranking(self) -> Ranking:
-        """What the kernel must know."""
         return Ranking(self.most, bits=self.bits)
 
     def start(self, store: Store) -> Labels:
@@ -114,7 +112,7 @@ class Labels:
         )
 
     def moved(self, store: Store) -> None:
-        """Labels do not depend on tokens or rows."""
+        pass  # labels do not depend on tokens or rows
 
     def sees(self, q: Tensor, keys: list[Tensor], layout: PartLayout) -> Tensor:
         label = self.channels.to(q.device).repeat(len(q) // len(self.channels), 1)  # [X, D]
@@ -125,7 +123,6 @@ class Labels:
         return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, chosen, True)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The labels."""
         return {"labels": self.channels}
 
 

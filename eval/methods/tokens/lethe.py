@@ -162,14 +162,7 @@ class Rounds(Eviction):
         settings = self.settings
         recent = (settings.recent_ratio * held).astype(np.int64)
         numbers = np.stack([due, held, sink, recent, *bounds(settings, sink, window)], 1)
-        stay, found, stays = rounds(
-            *(self.scores, length, numbers, most),
-            sparse_ratio=settings.sparse_ratio,
-            limit=settings.limit,
-            min_sparsity=settings.min_sparsity,
-            segments=settings.segments,
-            text=settings.reading == "text",
-        )
+        stay, found, stays = rounds(self.scores, length, numbers, most, settings)
         self._take(due, found, held)
         return stay, stays
 

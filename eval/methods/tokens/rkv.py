@@ -108,8 +108,7 @@ class Redundant(HeavyHitters):
     def launched(self, prompt: Segment, tail: Segment, sink: int, most: int) -> Tensor:
         from leank.eval.methods.kernels.rkv import ranking
 
-        settings = self.settings
-        return ranking(self.scores, tail, sink, most, settings.mix, settings.kernel, settings.threshold)
+        return ranking(self.scores, tail, sink, most, self.settings)
 
 
 def compared(keys: Tensor, there: Tensor, threshold: float) -> Tensor:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.helpers.kernels import DEVICE, ON_GPU, poison
+from tests.helpers.kernels import DEVICE, ON_GPU, make_store, poison
 
 from leank.eval.cache.attention import choose as launch  # isort: skip  (needs Triton, which the line above asks for)
 from leank.eval.cache import compressed_cache
@@ -22,7 +22,6 @@ from leank.eval.cache.layer import CompressedLayer
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.sizes import Sizes
-from leank.eval.cache.storage.store import Store
 from leank.eval.methods.reads.double_sparsity import Labels
 from leank.eval.methods.reads.quest import Quest
 from tests.oracles import cache_attention as naive
@@ -42,13 +41,8 @@ def random_reads(kind, budget, heads, dim, page=16, seed=0):
     return Labels(order < dim // 8, budget, 4 if kind == "four bits" else 16)
 
 
-def make_store(reads, counts, dim, lengths, sizes, seed=0, tokens=None):
-    """A sealed layer of random keys: counts[h] channels per head, rows of the given lengths, left-padded."""
-    generator = torch.Generator().manual_seed(seed)
-    keep = torch.rand(len(counts), dim, generator=generator).argsort(-1) < torch.tensor(counts)[:, None]
-    k, v = torch.randn(2, len(lengths), len(counts), max(lengths), dim, generator=generator).to(DEVICE, DTYPE)
-    real = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
-    return Store(k, v, None if real.all() else real.to(DEVICE), Middle(keep, reads=reads), sizes, tokens)
+def store_of(reads, counts, dim, lengths, sizes, seed=0):
+    return make_store(counts, dim, lengths, sizes, DTYPE, seed, reads=reads)
 
 
 def step_of(store, kernel, group, generator):
@@ -102,7 +96,7 @@ def check_bounds(store):
 )
 def test_steps_are_those_of_the_loops(kind, counts, dim, group, page):
     reads = random_reads(kind, 29 + max(40, page), len(counts), dim, page)
-    check_steps(make_store(reads, counts, dim, [170, 90], Sizes(5, 24, 2)), group, 3, Chosen(programs=2))
+    check_steps(store_of(reads, counts, dim, [170, 90], Sizes(5, 24, 2)), group, 3, Chosen(programs=2))
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
@@ -122,7 +116,7 @@ def test_steps_on_random_shapes(kind, counts, group, lengths, sizes, page, spare
     """Spare: tokens that are read of the middle, which may be more than there are."""
     lengths, sizes = [max(n, sizes[0]) for n in lengths], Sizes(*sizes)
     reads = random_reads(kind, max(1, sizes.sink + sizes.window + spare), len(counts), 64, page, seed)
-    check_steps(make_store(reads, counts, 64, lengths, sizes, seed), group, 3, Chosen(programs=programs), seed)
+    check_steps(store_of(reads, counts, 64, lengths, sizes, seed), group, 3, Chosen(programs=programs), seed)
 
 
 @pytest.mark.gpu
@@ -139,7 +133,7 @@ def test_steps_on_random_shapes(kind, counts, group, lengths, sizes, page, spare
 )
 def test_steps_on_the_device(kind, counts, dim, group, page):
     sizes = Sizes(16, 64, 32)
-    store = make_store(random_reads(kind, 400, len(counts), dim, page), counts, dim, [3000, 1700, 700], sizes)
+    store = store_of(random_reads(kind, 400, len(counts), dim, page), counts, dim, [3000, 1700, 700], sizes)
     kernel, generator, off, of_all = Chosen(), torch.Generator().manual_seed(1), 0, 0
     for _ in range(36):
         q, position = step_of(store, kernel, group, generator)
@@ -170,7 +164,7 @@ def unread(store, q):
 @pytest.mark.parametrize("kind", ["quest", "labels"])
 def test_what_is_not_chosen_is_not_read(kind):
     """NaN in every key and value that no query head has chosen changes no bit; labels are read of all."""
-    store = make_store(random_reads(kind, 90, 2, 64, 8), [64, 40], 64, [260, 150], Sizes(8, 32, 2))
+    store = store_of(random_reads(kind, 90, 2, 64, 8), [64, 40], 64, [260, 150], Sizes(8, 32, 2))
     kernel, generator = Chosen(programs=0 if ON_GPU else 4), torch.Generator().manual_seed(5)
     for _ in range(2):
         q, position = step_of(store, kernel, 2, generator)
@@ -191,7 +185,7 @@ def test_what_is_not_chosen_is_not_read(kind):
 
 @pytest.mark.parametrize("kind", ["quest", "labels"])
 def test_rows_that_are_reordered_keep_what_they_choose(kind):
-    store = make_store(random_reads(kind, 72, 1, 64, 8), [40], 64, [130, 90], Sizes(8, 24, 2))
+    store = store_of(random_reads(kind, 72, 1, 64, 8), [40], 64, [130, 90], Sizes(8, 24, 2))
     kernel, generator = Chosen(programs=0 if ON_GPU else 2), torch.Generator().manual_seed(5)
     for _ in range(2):
         q, position = step_of(store, kernel, 2, generator)
@@ -211,7 +205,7 @@ def test_what_the_kernel_cannot_choose_is_said():
     assert Middle(dense, reads=Quest(200, 16, 0)).why_not_kernel is None
     assert "prunes some" in Middle(dense, dense, reads=Quest(200, 16, 0)).why_not_kernel
     if not ON_GPU:
-        store = make_store(Quest(200, 16, 0), [64, 64], 64, [300], Sizes(8, 48, 8))
+        store = store_of(Quest(200, 16, 0), [64, 64], 64, [300], Sizes(8, 48, 8))
         q = torch.zeros(1, 4, 1, 64)
         assert isinstance(choose_backend("triton").choose(store, q), Chosen)
         store.reads.ranking = None  # a method of a user's own
@@ -222,7 +216,7 @@ def test_what_the_kernel_cannot_choose_is_said():
 
 def test_what_triton_is_told_of_the_counts():
     """All 64 channels and 8 labels of them; the interpreter would not notice what divides neither."""
-    store = make_store(random_reads("labels", 69, 2, 64), [64, 64], 64, [100], Sizes(5, 24, 4))
+    store = store_of(random_reads("labels", 69, 2, 64), [64, 64], 64, [100], Sizes(5, 24, 4))
     kernel = Chosen(programs=0 if ON_GPU else 4)
     q, position = step_of(store, kernel, 1, torch.Generator().manual_seed(0))
     kernel.attend(store, q, position, 0.3)
@@ -234,7 +228,7 @@ def test_scores_that_outgrow_their_memory_move_on(monkeypatch):
     """A middle that grows past the scratch memory, and layers whose plans still point to the old one."""
     kernel, generator = Chosen(ChosenConfig(run=4), 0 if ON_GPU else 3), torch.Generator().manual_seed(2)
     monkeypatch.setattr(launch, "MOST_BLOCK", 32)
-    stores = [make_store(random_reads("labels", 120, 1, 64), [64], 64, [n], Sizes(8, 48, 2)) for n in (200, 90)]
+    stores = [store_of(random_reads("labels", 120, 1, 64), [64], 64, [n], Sizes(8, 48, 2)) for n in (200, 90)]
     for _ in range(3):
         for store in stores:
             q, position = step_of(store, kernel, 1, generator)

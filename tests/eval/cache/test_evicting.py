@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.kernels import DEVICE, ON_GPU, poison, poisoned_memory  # noqa: F401
+from tests.helpers.kernels import DEVICE, ON_GPU, make_store, poison, poisoned_memory  # noqa: F401
 
 from leank.eval.cache.attention.backend import choose_backend  # isort: skip  (Triton, which the line above asks for)
 from leank.eval.cache import graph
@@ -18,7 +18,6 @@ from leank.eval.cache.layer import CompressedLayer
 from leank.eval.cache.storage.eviction import HeavyHitters
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.sizes import Sizes
-from leank.eval.cache.storage.store import Store
 from leank.eval.inference.decode import greedy
 from leank.eval.inference.models import ModelConfig, load_model
 from leank.eval.methods import Method
@@ -45,16 +44,7 @@ class Pair:
     def __init__(self, policy, lengths, counts, sizes, dim, group, seed, dtype=DTYPE):
         self.generator, self.dtype = torch.Generator().manual_seed(seed), dtype
         self.shape, self.group = (len(lengths), len(counts), dim), group
-        keep = torch.zeros(len(counts), dim, dtype=torch.bool)
-        for head, count in enumerate(counts):
-            keep[head, torch.randperm(dim, generator=self.generator)[:count]] = True
-        k, v = (self.random(len(counts), max(lengths)) for _ in range(2))
-        real = (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).to(DEVICE)
-        scores = torch.rand(len(lengths), len(counts), max(lengths), generator=self.generator).to(DEVICE)
-        self.fast, self.slow = (
-            Store(k, v, None if real.all() else real, Middle(keep, eviction=policy), sizes, scores=scores)
-            for _ in range(2)
-        )
+        self.fast, self.slow = (make_store(counts, dim, lengths, sizes, dtype, seed, eviction=policy) for _ in range(2))
         self.kernel = Kernel(programs=5)
         if isinstance(self.fast.eviction, Redundant):
             self.hand_over()

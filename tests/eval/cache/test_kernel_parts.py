@@ -1,6 +1,10 @@
 """Parts of kernels: every code of a packed middle becomes its number, in the instructions, read here one by one, and in
 the kernel; partial results are merged as log-sum-exp in float64 merges them."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -176,3 +180,12 @@ def test_where_no_part_saw_a_token_the_result_is_zero():
 @pytest.mark.parametrize(("parts", "rows", "lines"), [(1, 4, 16), (34, 4, 16), (34, 4, 20), (50, 8, 8), (7, 32, 2)])
 def test_merge_on_the_device(parts, rows, lines, dim):
     check_merge(5, parts, rows, lines, dim, [0, 3], 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_kernels_compile_for_a_gpu(tmp_path, dim):
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    line = [sys.executable, "-m", "tests.helpers.compiling", str(dim)]
+    ran = subprocess.run(line, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]

@@ -68,16 +68,16 @@ class Rows(RuleBasedStateMachine):
     @rule(repeats=st.integers(1, 2), new=st.integers(1, 9), seed=SEEDS)
     def copied(self, repeats, new, seed):
         """A copy, and the rows of repeat(), go on as the cache does, and leave it as it is."""
-        rows = torch.arange(len(self.alone)).repeat_interleave(repeats)
-        caches = self.cache, self.cache.repeat(repeats)
+        rows, real = torch.arange(len(self.alone)).repeat_interleave(repeats), self.real
+        one, many, other = self.cache, self.cache.repeat(repeats), copy.deepcopy(self.cache)
         self.cache = copy.deepcopy(self.cache)
         ids = torch.randint(2, VOCAB, (len(self.alone), new), generator=torch.Generator().manual_seed(seed))
-        real = joined(self.real, None, self.cache.get_seq_length(), ids)
-        want, got = (
-            extend(self.model, one, ids[at], None if real is None else real[at])
-            for one, at in zip(caches, (torch.arange(len(ids)), rows), strict=True)
-        )
-        torch.testing.assert_close(got, want[rows], rtol=1e-7, atol=1e-7)
+        for _ in range(2):
+            real = joined(real, None, one.get_seq_length(), ids)
+            want = extend(self.model, one, ids, real)
+            got = extend(self.model, many, ids[rows], None if real is None else real[rows])
+            torch.testing.assert_close(got, want[rows], rtol=1e-7, atol=1e-7)
+            extend(self.model, other, (ids + 1) % VOCAB, real)  # which goes another way
 
 
 class Dense(RuleBasedStateMachine):

@@ -28,7 +28,7 @@ from leank.eval.run.replay import Replay
 from leank.eval.run.settings import Settings
 from leank.mask import ChannelMask
 from tests import DATA
-from tests.helpers import kvpress_think
+from tests.helpers import kvpress
 from tests.helpers.cache_oracle import random_keep, tiny_model
 from tests.helpers.replay_tools import SIZES, Letters, prompts
 
@@ -262,14 +262,14 @@ def test_a_copy_with_another_ratio_shares_the_samples_and_one_with_other_samples
             other.keep_mask(None, None)
 
 
-@pytest.mark.parametrize("ratio", kvpress_think.RATIOS)
-@pytest.mark.parametrize("family", kvpress_think.FAMILIES)
+@pytest.mark.parametrize("ratio", kvpress.RATIOS)
+@pytest.mark.parametrize("family", kvpress.FAMILIES)
 def test_think_is_kvpress(family, ratio):
-    """Choices of kvpress 0.5.5, recorded by tests/helpers/kvpress_think.py; made anew where kvpress is installed."""
+    """Choices of kvpress 0.5.5, recorded by tests/helpers/kvpress.py; made anew where kvpress is installed."""
     found = json.loads((DATA / "kvpress_think.json").read_text())
     if importlib.util.find_spec("kvpress"):
-        assert kvpress_think.recorded() == found
-    model = kvpress_think.random_model(family)
-    passed = prefill(model, kvpress_think.prompt(), None, 0, kvpress_think.WINDOW)
-    keep = ThinK(ratio, kvpress_think.WINDOW).keep_mask(passed, model.config)[0]
+        assert kvpress.think() == found
+    model = kvpress.random_model(family)
+    passed = prefill(model, kvpress.prompt(), None, 0, kvpress.WINDOW)
+    keep = ThinK(ratio, kvpress.WINDOW).keep_mask(passed, model.config)[0]
     assert [[(~kept).nonzero().flatten().tolist() for kept in layer] for layer in keep] == found[family][str(ratio)]

@@ -122,6 +122,9 @@ def test_recent_keys_do_not_count():
         IAP(0.5, 8, recent=5).keep_mask(seen, model.config), IAP(0.5, 8, recent=5).keep_mask(other, model.config)
     )
     assert not torch.equal(IAP(0.5, 8, 4).keep_mask(seen, model.config), IAP(0.5, 8, 4).keep_mask(other, model.config))
+    whole = IAP(0.5, 8, recent=0).keep_mask(seen, model.config)
+    for recent in (40, 46):  # a prompt of recent tokens alone is scored on them
+        assert torch.equal(IAP(0.5, 8, recent=recent).keep_mask(seen, model.config), whole)
 
 
 @pytest.fixture(scope="module")
@@ -152,12 +155,3 @@ def test_reconstruction_error_is_below_thinks_in_every_layer(reference, ratio):
                 off = [(q[h] * kept[h]) @ k[h].T - exact[h] for h in range(4)]
                 found[name].append(sum((a.norm() / b.norm()).item() for a, b in zip(off, exact, strict=True)) / 4)
         assert all(a < b for a, b in zip(found["iap"], found["think"], strict=True))
-
-
-def test_a_prompt_of_recent_tokens_alone_is_scored_on_them():
-    """Else nothing is scored, and the channels of the lowest numbers go."""
-    model, ids = tiny_model("llama"), torch.arange(2, 14)[None]
-    seen = prefill(model, ids, None, 0, 4)
-    whole = IAP(0.5, queries=4, recent=0).keep_mask(seen, model.config)
-    for recent in (12, 18):  # as many as there are, and more
-        assert torch.equal(IAP(0.5, queries=4, recent=recent).keep_mask(seen, model.config), whole)

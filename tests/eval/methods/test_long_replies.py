@@ -231,8 +231,10 @@ CASES = {
 }  # fmt: skip
 
 
-def check(case, steps):
-    """Every row of a padded batch against the slow form, and what its heads still hold."""
+@pytest.mark.parametrize("steps", [70, pytest.param(1050, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", CASES)
+def test_replies_are_those_of_the_slow_form(case, steps):
+    """Every row of a padded batch, and what its heads still hold."""
     (dim, heads, group, layers), (sink, window, flush), lengths, config, ratio = CASES[case]
     model = random_model(dim, heads, group, layers)
     given = {"tokens": config, **({"channels": {"name": "random", "ratio": ratio}} if ratio else {})}
@@ -260,14 +262,3 @@ def check(case, steps):
     everything = [int(n) + steps - sink - window for n in dense.lengths]
     for layer in cache.layers:  # something was evicted
         assert (layer.store.tail.length + layer.store.prompt.length).max() < max(everything)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_replies_are_those_of_the_slow_form(case):
-    check(case, 70)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_a_thousand_tokens_are_those_of_the_slow_form(case):
-    check(case, 1050)

@@ -30,7 +30,7 @@ from leank.eval.methods.tokens.snapkv import SnapKV
 from leank.eval.methods.tokens.streaming_llm import StreamingLLM
 from leank.eval.methods.tokens.tova import TOVA
 from tests import DATA
-from tests.helpers import kvpress_tokens
+from tests.helpers import kvpress
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, oracle_cache, run, tiny_model
 from tests.helpers.token_choices import alone, attention, duo, kept_of, observed
 
@@ -208,7 +208,7 @@ def test_pyramidkv_can_round_the_step_between_layers_down_as_its_authors_do(mean
 @pytest.mark.parametrize("beta", [1, 3, 20])
 def test_pyramidkv_is_snapkv_with_each_layers_budget(beta):
     lengths = (60, 25, 9, 36)
-    model, found = observed(lengths, model=kvpress_tokens.random_model())
+    model, found = observed(lengths, model=kvpress.random_model(layers=4))
     choice = PyramidKV(16, 4, 3, beta=beta)
     keeps = choice.keep_mask(found, model.config, SIZES)
     for row, length in enumerate(lengths):
@@ -226,20 +226,20 @@ def test_pyramidkv_is_snapkv_with_each_layers_budget(beta):
 
 def test_kvpress_keeps_the_same_tokens():
     """Where settings coincide: no sink (StreamingLLM: 4), the window observed; its pyramid's top counts the window."""
-    model = kvpress_tokens.random_model()
-    found = prefill(model, kvpress_tokens.prompt(), None, 0, obs_queries=kvpress_tokens.LENGTH)
-    window, recorded = Sizes(0, kvpress_tokens.WINDOW), json.loads(KVPRESS.read_text())
+    model = kvpress.random_model(layers=4)
+    found = prefill(model, kvpress.prompt(kvpress.LENGTH), None, 0, obs_queries=kvpress.LENGTH)
+    window, recorded = Sizes(0, kvpress.WINDOW), json.loads(KVPRESS.read_text())
     choices = {
-        "snapkv": (SnapKV(32, kvpress_tokens.WINDOW, 5), window),
-        "snapkv_wide": (SnapKV(64, kvpress_tokens.WINDOW, 7), window),
-        "pyramidkv": (PyramidKV(32, kvpress_tokens.WINDOW, 5, beta=3), window),  # 8 + 24 / 3 = 32 / 2
+        "snapkv": (SnapKV(32, kvpress.WINDOW, 5), window),
+        "snapkv_wide": (SnapKV(64, kvpress.WINDOW, 7), window),
+        "pyramidkv": (PyramidKV(32, kvpress.WINDOW, 5, beta=3), window),  # 8 + 24 / 3 = 32 / 2
         "streaming_llm": (StreamingLLM(), Sizes(4, 28)),
         "tova": (TOVA(32, evict=False), Sizes(0, 1)),
         "keydiff": (KeyDiff(32), Sizes(0, 0)),
         "expected": (ExpectedAttention(32, future=32), Sizes(4, 0)),
         "expected_mean": (ExpectedAttention(64, covariance=False, epsilon=0.02), Sizes(4, 0)),
-        "adakv": (AdaKV(32, {"name": "snapkv", "queries": kvpress_tokens.WINDOW, "kernel": 5}), window),
-        "adakv_loose": (AdaKV(64, {"name": "snapkv", "queries": kvpress_tokens.WINDOW}, 0.0), window),
+        "adakv": (AdaKV(32, {"name": "snapkv", "queries": kvpress.WINDOW, "kernel": 5}), window),
+        "adakv_loose": (AdaKV(64, {"name": "snapkv", "queries": kvpress.WINDOW}, 0.0), window),
         "adakv_expected": (AdaKV(32, {"name": "expected_attention", "future": 32}, 0.5), Sizes(4, 0)),
     }
     assert set(recorded) == set(choices)

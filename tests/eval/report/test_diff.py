@@ -1,7 +1,7 @@
 """Two methods sample by sample: every changed reply is shown once, losses first, numbers are those of the rows."""
 
+import json
 import re
-import subprocess
 import sys
 
 import pytest
@@ -9,22 +9,18 @@ import pytest
 from leank.eval.__main__ import command_line
 from leank.eval.report import summarise, write_diff, write_report
 from leank.eval.report.groups import changed, frame, paired
-from leank.eval.rows.results import Results
-from tests.helpers.report_rows import Checker, grid, row
+from tests.helpers.report_rows import Checker, grid, row, stored
 
 
 @pytest.fixture
 def folder(tmp_path):
     rows = [*grid(), row("dense", 99, 1.0), row("think", 98, 0.0)]  # two samples that only one method has
     rows[1] = {**rows[1], "prediction": "a ```fence``` & <script>", "score": 0.0}
-    with Results(tmp_path) as results:
-        for r in rows:
-            results.append(r)
-    return tmp_path, rows
+    return stored(tmp_path, rows), rows
 
 
-def test_pairs_are_the_samples_that_both_have():
-    rows = [*grid(), row("dense", 99, 1.0), row("think", 98, 0.0)]
+def test_pairs_are_the_samples_that_both_have(folder):
+    _, rows = folder
     table = frame(rows)
     found = paired(table, "dense", "think")
     assert len(found) == 2 * 2 * 12
@@ -65,29 +61,31 @@ def test_difference_of_a_task_and_length_is_that_of_the_report(folder):
             assert f"{cell['difference']:+.1f} [{cell['difference_low']:+.1f}, " in line
 
 
-def test_an_unknown_method_names_those_there_are(folder):
+def test_command_line(folder, monkeypatch, capsys):
     path, _ = folder
-    with pytest.raises(ValueError, match="its methods are dense, leank, think"):
-        write_diff(path, "dense", "snapkv")
 
-
-def test_command_line(folder):
-    path, _ = folder
-    done = subprocess.run([sys.executable, "-m", "eval", "diff", str(path), "dense", "think"], capture_output=True,
-                          text=True, check=True)  # fmt: skip
-    assert done.stdout.rstrip().endswith("diff_dense_think.html")
-
-
-def test_missing_arguments(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["eval", "diff", "somewhere"])
-    with pytest.raises(SystemExit, match="usage: python -m eval diff DIR METHOD METHOD"):
+    def typed(*words):
+        monkeypatch.setattr(sys, "argv", ["eval", *words])
         command_line()
+
+    typed("diff", str(path), "dense", "think")
+    assert capsys.readouterr().out.rstrip().endswith("diff_dense_think.html")
+    with pytest.raises(SystemExit, match="its methods are dense, leank, think"):
+        typed("diff", str(path), "dense", "snapkv")
+    with pytest.raises(SystemExit, match="dense and dense are the same method"):
+        typed("diff", str(path), "dense", "dense")
+    typed("report", str(path), "think")
+    summary = json.loads((path / "summary.json").read_text())
+    assert {d["method"] for d in summary["runs"][0]["differences"]} == {"think"}
+    assert "## Methods minus other methods" in (path / "summary.md").read_text()
+    with pytest.raises(SystemExit, match=r"no row in .* is of a method 'thin'; its methods are dense, leank"):
+        typed("report", str(path), "thin")
+    for words in (["report"], ["diff", "somewhere"]):
+        with pytest.raises(SystemExit):
+            typed(*words)
+        assert "the following arguments are required" in capsys.readouterr().err
 
 
 def test_a_run_without_dense_has_a_report(tmp_path):
-    with Results(tmp_path) as results:
-        for r in grid():
-            if r["method"] != "dense":
-                results.append(r)
-    write_report(tmp_path)
+    write_report(stored(tmp_path, [r for r in grid() if r["method"] != "dense"]))
     assert "Replies" not in (tmp_path / "report.html").read_text()

@@ -1,18 +1,15 @@
 """Reports of many methods: which pairs are shown, and that the work does not grow with the number of pairs."""
 
-import json
 import warnings
 
 import numpy as np
 import pytest
 
 from leank import stats
-from leank.eval.__main__ import from_rows
 from leank.eval.report import summarise, write_report
 from leank.eval.report.summary import COLUMNS, summarise_groups
 from leank.eval.report.tables import differences, overall
-from leank.eval.rows.results import Results
-from tests.helpers.report_rows import row
+from tests.helpers.report_rows import row, stored
 
 
 def rows_of(masks, others=2, samples=3, lengths=(1024,)):
@@ -57,15 +54,8 @@ def test_the_work_of_a_report_grows_with_methods_and_not_with_their_pairs(drawn)
     assert len({count["samples"] for count in counts}) == 1  # all methods share their resamples
     first, second, third = (count["intervals"] for count in counts)
     assert third - second == 2 * (second - first)
-
-
-def test_differences_asked_for_share_the_resamples_too(drawn):
-    rows = [rows_of(20)]
-    summarise_groups(rows, columns=["leank_0"])
-    one = drawn["samples"]
-    drawn["samples"] = 0
-    summarise_groups(rows, columns=[f"leank_{i}" for i in range(20)])
-    assert drawn["samples"] == one
+    summarise_groups([rows_of(20)], columns=[f"leank_{i}" for i in range(20)])  # and so do their differences
+    assert drawn["samples"] == counts[0]["samples"]
 
 
 def test_a_few_masks_are_compared_unasked_and_many_where_they_are_named():
@@ -101,29 +91,8 @@ def test_every_difference_is_that_of_the_plain_bootstrap():
         assert (found["difference_low"], found["difference_high"]) == pytest.approx(stats.interval(strata), abs=1e-9)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    with Results(tmp_path) as results:
-        for r in rows_of(COLUMNS + 1):
-            results.append(r)
-    return tmp_path
-
-
-def test_methods_are_named_on_the_command_line(folder, capsys):
-    from_rows("report", [str(folder), "think_0"])
-    summary = json.loads((folder / "summary.json").read_text())
-    assert {d["method"] for d in summary["runs"][0]["differences"]} == {"think_0"}
-    assert "## Methods minus other methods" in (folder / "summary.md").read_text()
-    with pytest.raises(ValueError, match=r"no row in .* is of a method 'thin'; its methods are dense, leank_0"):
-        from_rows("report", [str(folder), "thin"])
-    with pytest.raises(ValueError, match=r"usage: python -m eval report DIR \[METHOD ...\]"):
-        from_rows("report", [])
-
-
 def test_pictures_of_many_methods_of_equal_bytes_are_drawn(tmp_path):
-    with Results(tmp_path) as results:
-        for r in rows_of(24, 24, samples=1, lengths=(1024, 2048)):
-            results.append(r)
+    stored(tmp_path, rows_of(24, 24, samples=1, lengths=(1024, 2048)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # such as a layout that has no room for the names
         write_report(tmp_path)

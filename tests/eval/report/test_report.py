@@ -15,36 +15,36 @@ from leank.eval import published
 from leank.eval.report import summarise, write_diff, write_report
 from leank.eval.report.groups import frame, labels
 from leank.eval.report.tables import Table, by_length, by_task, differences, gsm, overall
-from leank.eval.rows.results import Results
-from tests.helpers.report_rows import Checker, grid, row
+from tests.helpers.report_rows import Checker, grid, row, stored
 
 
-def test_settings_that_match_moved_are_no_other_method_and_nor_are_those_that_follow_them():
-    def adakv(length, budget, kernel=7):
-        inner = {"name": "snapkv", "budget": budget, "kernel": kernel}
-        tokens = {"name": "adakv", "budget": budget, "scores_of": inner}
-        config = {"tokens": tokens, "window": 32, "matched": {"settings": ["tokens.budget"], "to": "leank"}}
-        return row("adakv", 0, 1.0, length=length, config=config)
-
-    rows = [adakv(4096, 1554), adakv(8192, 1404)]
-    assert set(labels(rows).values()) == {"adakv"}
-    assert set(labels([*rows, adakv(4096, 1554, kernel=5)]).values()) == {"adakv (kernel=7)", "adakv (kernel=5)"}
+def adakv(length, budget, kernel=7):
+    inner = {"name": "snapkv", "budget": budget, "kernel": kernel}
+    tokens = {"name": "adakv", "budget": budget, "scores_of": inner}
+    config = {"tokens": tokens, "window": 32, "matched": {"settings": ["tokens.budget"], "to": "leank"}}
+    return row("adakv", 0, 1.0, length=length, config=config)
 
 
-def test_two_methods_of_equal_settings_stay_two():
-    """Masks of two trainings that came out equal have one digest."""
-    rows = [{**row(method, sample, 1.0), "config": "equal"} for method in "ab" for sample in range(3)]
-    assert frame(rows)["method"].value_counts().to_dict() == {"a": 3, "b": 3}
+THINK = [row("think", 0, 0.5, config={"channels": {"name": "think", "ratio": ratio}}) for ratio in (0.6, 0.7)]
+MOVED = {"tokens": {"name": "duo", "ratio": 0.7}, "matched": {"settings": ["tokens.ratio"], "to": "leank"}}
+DUO = [row("duo", 0, 1.0, length=n, config=config)
+       for n, config in ((4096, {"tokens": {"name": "duo", "ratio": 0.5}}), (8192, MOVED))]  # fmt: skip
+EQUAL = [{**row(method, 0, 1.0), "config": "equal"} for method in "ab"]  # trainings whose masks came out equal
 
 
-def test_a_cell_in_which_nothing_was_matched_is_no_other_method():
-    free = {"tokens": {"name": "duo_attention", "ratio": 0.5}}
-    moved = {
-        "tokens": {"name": "duo_attention", "ratio": 0.7},
-        "matched": {"settings": ["tokens.ratio"], "to": "leank"},
-    }
-    rows = [row("duo", 0, 1.0, length=length, config=config) for length, config in ((4096, free), (8192, moved))]
-    assert set(labels(rows).values()) == {"duo"}
+@pytest.mark.parametrize(
+    ("rows", "names"),
+    [
+        (THINK, ["think (ratio=0.6)", "think (ratio=0.7)"]),
+        ([adakv(4096, 1554), adakv(8192, 1404)], ["adakv"]),  # `match` moved the budget, and what follows it
+        ([adakv(4096, 1554), adakv(8192, 1404, kernel=5)], ["adakv (kernel=7)", "adakv (kernel=5)"]),
+        (DUO, ["duo"]),  # nothing was matched in the first cell
+        (EQUAL, ["a", "b"]),
+    ],
+)
+def test_a_method_of_several_settings_has_several_names(rows, names):
+    assert list(dict.fromkeys(labels(rows).values())) == names
+    assert frame(rows)["method"].value_counts(sort=False).to_dict() == dict.fromkeys(names, len(rows) // len(names))
 
 
 @pytest.mark.parametrize("few", [None, "leank", "dense"])
@@ -61,10 +61,7 @@ def test_means_over_other_samples_are_said_to_be_so(few):
 
 @pytest.fixture
 def written(tmp_path):
-    with Results(tmp_path) as results:
-        for r in grid():
-            results.append(r)
-    write_report(tmp_path)
+    write_report(stored(tmp_path, grid()))
     return tmp_path
 
 
@@ -120,19 +117,13 @@ def test_learned_masks_are_compared_with_every_other_method():
     assert table.cells["leank"][1].startswith(f"{found['difference']:+.1f} [")
 
 
-def test_a_run_without_a_learned_mask_has_no_such_table():
-    (run,) = summarise(grid())["runs"]
-    assert run["differences"] == []
-    assert differences(run) is None
-
-
 def test_differences_are_paired_only_where_both_have_the_sample():
     rows = [row("dense", 0, 1.0), row("dense", 1, 0.0), row("leank", 1, 0.5), row("leank", 2, 1.0)]
     (run,) = summarise(rows)["runs"]
     found = run["overall"][1]
-    assert found["n"] == 2
-    assert found["pairs"] == 1
-    assert found["difference"] == 50
+    assert (found["n"], found["pairs"], found["difference"]) == (2, 1, 50)
+    assert run["differences"] == []  # as no method has a learned mask
+    assert differences(run) is None
 
 
 def test_two_seeds_are_other_samples():
@@ -142,13 +133,6 @@ def test_two_seeds_are_other_samples():
     (run,) = summarise(rows)["runs"]
     assert run["overall"][1]["n"] == 2
     assert (run["overall"][1]["difference_low"], run["overall"][1]["difference_high"]) == (0, 0)
-
-
-def test_a_method_run_with_two_settings_stands_twice():
-    configs = [{"channels": {"name": "think", "ratio": ratio}, "sink": 1} for ratio in (0.6, 0.7)]
-    rows = [row("dense", 0, 1.0), *(row("think", 0, 0.5, config=c) for c in configs)]
-    (run,) = summarise(rows)["runs"]
-    assert list(run["methods"]) == ["dense", "think (ratio=0.6)", "think (ratio=0.7)"]
 
 
 def test_what_a_method_keeps_stands_beside_its_name():
@@ -294,14 +278,10 @@ HOSTILE = ["a|b `c`\n# d <b>x</b> [y](javascript:z)", "a_b & c 50% #1 $\\bad{$ ~
 def hostile(request, tmp_path):
     """The report of rows in which a benchmark, a task and a method have such a name."""
     name = request.param
-    with Results(tmp_path) as results:
-        for r in grid():
-            names = {
-                "task": {"vt": name}.get(r["task"], r["task"]),
-                "method": {"leank": name}.get(r["method"], r["method"]),
-            }
-            results.append({**r, **names, "benchmark": name})
-    write_report(tmp_path)
+    other = {"vt": name, "leank": name}
+    write_report(stored(tmp_path, [
+        {**r, **{key: other.get(r[key], r[key]) for key in ("task", "method")}, "benchmark": name} for r in grid()
+    ]))  # fmt: skip
     write_diff(tmp_path, "dense", name)
     return tmp_path
 

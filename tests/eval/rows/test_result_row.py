@@ -45,6 +45,7 @@ def test_a_row_that_lacks_fields_is_refused_in_one_line(tmp_path, monkeypatch):
         ("settings", {"method": {"channels": "leank"}}),
         ("settings", {"method": {"matched": 5}}), ("settings", {"method": {"matched": {"settings": 3}}}),
         ("settings", {"method": {"matched": {"settings": [1]}}}),
+        ("fidelity", NEAR | {"kl": float("nan")}), ("fidelity", NEAR | {"tokens": 1.5}),
         ("fidelity", NEAR | {"kl": None}), ("fidelity", NEAR | {"top1": 5.0}),
         ("fidelity", NEAR | {"loss": 1e308, "dense_loss": -1e308}), ("fidelity", NEAR | {"top1": None}),
     ],

@@ -27,7 +27,7 @@ from leank.eval.run.replay import Replay
 from leank.eval.run.settings import Settings
 from tests.helpers.cache_oracle import tiny_model
 from tests.helpers.replay_tools import NEW, SIZES, Letters, Two, methods, prompts, rows
-from tests.helpers.report_rows import row
+from tests.helpers.report_rows import row, stored
 
 CHOICES = [
     Random(0.5, 0), SnapKV(budget=12, queries=4), SnapKV(budget=400, queries=4), StreamingLLM(),
@@ -173,10 +173,7 @@ def test_the_report_marks_such_cells(tmp_path):
     rows_ += [row("think", i, 0.0, non_finite=2 if i else None) for i in range(3)]
     rows_ += [row("asl", i, 0.5, selected_layer=(-1, 4, -1)[i]) for i in range(3)]
     rows_ += [row("old", i, 1.0) for i in range(3)]
-    with Results(tmp_path) as results:
-        for r in rows_:
-            results.append(r)
-    write_report(tmp_path)
+    write_report(stored(tmp_path, rows_))
     for name in ("summary.md", "report.html"):
         text = (tmp_path / name).read_text()
         assert "100.0†‡" in text

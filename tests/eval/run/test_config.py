@@ -11,7 +11,7 @@ from leank.conf.eval import method_options
 from leank.data_gen.tasks import RULER_NIAH
 from leank.eval.benchmarks.base import Cell
 from leank.eval.benchmarks.row import Row
-from leank.eval.inference.models import ModelConfig
+from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prompts import encode, overhead
 from leank.eval.methods import AXES, REGISTRY, build_method, name_of
 from leank.eval.run.build import build_job, expanded
@@ -67,15 +67,16 @@ def test_reference_masks_makes_the_headline_table(monkeypatch):
     assert made.benchmark.split == "test"
 
 
-@pytest.mark.parametrize("name", method_options())
-def test_every_method_builds_and_goes_by_its_name(name, masks):
-    given = evaluation(f"method=[{name}]", f"mask={masks / 'fits.safetensors'}")["method"]
-    assert list(given) == [name]
-    made = build_method(name, given[name], {"sink": 3})
-    assert made.sink == given[name].get("sink", 3)
-    assert {axis: name_of(choice) for axis, choice in made.axes.items()} == {
-        axis: given[name][axis]["name"] for axis in AXES if axis in given[name]
-    }
+def test_every_method_builds_and_goes_by_its_name(masks):
+    names = method_options()
+    given = evaluation(f"method=[{','.join(names)}]", f"mask={masks / 'fits.safetensors'}")["method"]
+    assert list(given) == names
+    for name, settings in given.items():
+        made = build_method(name, settings, {"sink": 3})
+        assert made.sink == settings.get("sink", 3)
+        assert {axis: name_of(choice) for axis, choice in made.axes.items()} == {
+            axis: settings[axis]["name"] for axis in AXES if axis in settings
+        }
 
 
 def test_every_choice_has_a_configuration_of_its_own():
@@ -94,7 +95,6 @@ def test_every_experiment_composes(name):
     [
         ([], "mask is not set; give mask=PATH"),
         (["mask=nowhere.safetensors"], "mask=nowhere.safetensors does not exist"),
-        (["mask=nowhere.pth"], "mask=nowhere.pth does not exist"),
         (["mask={other}"], r"mask=.*other.*model some/other.*\[2, 2, 8\].*\[7, 4, 64\]"),
         (
             ["method=[dense]", "benchmark.tasks=[niah_single_9]"],
@@ -102,7 +102,6 @@ def test_every_experiment_composes(name):
         ),
         (["method=[dense]", "benchmark.lengths=[64]"], "length=64 is too short for task 'niah_single_1'"),
         (["method=[dense]", "benchmark.lengths=[9999]"], "9999 is more than the model's max_position_embeddings=8192"),
-        (["method=[dense]", "benchmark.samples=0"], "benchmark.samples=0 must be"),
         (["method=[dense]", "benchmark.essays=no/such.txt"], "no/such.txt"),
         (["method=[dense]", "+benchmark.depth=3"], "benchmark.depth is no setting; there are tasks"),
         (["method=[dense]", "benchmark.name=ruller"], "benchmark.name='ruller' is unknown; choose one of"),
@@ -111,10 +110,7 @@ def test_every_experiment_composes(name):
             ["method=[pca]", "+method.pca.bits.length=9999"],
             "pca.bits.length=9999 is more than the model's max_position",
         ),
-        (["method=[quest]", 'method.quest.reads="a\\nb"'], r"quest.reads='a.*nb' is no choice; give \{name: a.*nb\}"),
-        (["method=[dense]", "compress=never"], "compress='never' must be"),
         (["method=[dense]", "+batchsize=3"], "batchsize is no setting"),
-        (["method=[dense]", "model.dtype=int8"], "model.dtype='int8' must be"),
         (["method=[dense]", "model.name=no/such/folder"], "model.name=.no/such/folder. cannot be loaded"),
         (["method=[dense]", "model.chat=true"], "no chat template"),
         (["method=[]"], "method is empty"),
@@ -122,17 +118,10 @@ def test_every_experiment_composes(name):
             ["method=[think]", "method.think.channels.ratio=1.5"],
             "method.think.channels.ratio=1.5 must be",
         ),
-        (["method=[think]", "method.think.channels.ratio=lots"], "method.think.channels.ratio='lots' must be"),
-        (["method=[think]", "method.think.channels.ratio=null"], "method.think.channels.ratio=None must be"),
         (["method=[snapkv]", "method.snapkv.tokens=h2o"], "method.snapkv.tokens='h2o' is no choice; give {name: h2o}"),
-        (
-            ["method=[random]", "method.random.channels.name=[think]"],
-            r"name=\['think'\] is unknown; choose one of by_length",
-        ),
         (["method=[think]", "+method.think.channels.rate=0.5"], "method.think.channels.rate is no setting"),
         (["method=[random]", "method.random.channels.name=rnd"], "name='rnd' is unknown; choose one of by_length"),
         (["method=[dense]", "+method.h2o.window=9"], "method.h2o has no choice on any axis .*only window"),
-        (["method=[random]", "cache.window=-1"], "method.random.window=-1 must be"),
         (["method=[random]", "+cache.size=0"], "cache.size is no setting"),
         (["method=[static_norm]", "+method.static_norm.channels.length=100"], "length=100 is too short"),
     ],
@@ -144,46 +133,25 @@ def test_bad_input_is_named(overrides, message, masks):
         job(*lengths, *filled)
 
 
-def problems(folder, count=3):
-    """A file of tiny GSM-Infinite problems, and a LongBench file beside it."""
+def test_samples_of_a_file_are_taken_by_op_and_cut_to_the_model(tmp_path):
     lines = [
         {"problem": "A is 3. ", "question": "What is A?", "answer": 3, "op": op, "d": 2, "length": "8k",
          "template": "crazy_zootopia", "mode": "normalforward"}
-        for op in (2, 4, 5) for _ in range(count)
+        for op in (2, 4, 5) for _ in range(3)
     ]  # fmt: skip
-    (folder / "gsm.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = " ".join(f"Sentence {i}." for i in range(4000))
-    line = {"context": text, "input": "", "answers": ["x"], "length": 8000}
-    articles = "".join(json.dumps({**line, "_id": f"a{i}"}) + "\n" for i in range(count))
-    (folder / "multi_news.jsonl").write_text(articles)
-
-
-def test_gsm_infinite_from_a_file(tmp_path):
-    problems(tmp_path)
+    (tmp_path / "gsm.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     made, tokenizer = job("method=[dense]", "benchmark=gsm_infinite", f"benchmark.path={tmp_path}/gsm.jsonl",
                           "benchmark.samples=2", "max_new_tokens=16")  # fmt: skip
     (cell,) = made.benchmark.cells()
     assert (cell.task, cell.samples) == ("medium 8k", ("1", "2", "4", "5"))
     assert made.benchmark.row(cell, "4", tokenizer, 0).answers == [3]
-    with pytest.raises(FileNotFoundError, match=r"benchmark\.path=no/such\.jsonl does not exist"):
-        job("method=[dense]", "benchmark=gsm_infinite", "benchmark.path=no/such.jsonl")
-    (tmp_path / "gsm.jsonl").write_text('{"problem": 1}\n')
-    with pytest.raises(ValueError, match=r"gsm\.jsonl, line 1: realistic\.problem=1: Input should be a valid string"):
-        job("method=[dense]", "benchmark=gsm_infinite", f"benchmark.path={tmp_path}/gsm.jsonl")
-
-
-def test_longbench_from_a_file_is_cut_to_the_model(tmp_path):
-    problems(tmp_path)
-    given = ("method=[dense]", "benchmark=longbench", f"benchmark.path={tmp_path}")
-    made, tokenizer = job(*given, "benchmark.tasks=[multi_news]", "benchmark.samples=2")
-    (cell,) = made.benchmark.cells()
-    assert cell.samples == ("0", "1")
-    row = made.benchmark.row(cell, "1", tokenizer, 0)
+    text = " ".join(f"Sentence {i}." for i in range(4000))
+    article = {"_id": "a", "context": text, "input": "", "answers": ["x"], "length": 8000}
+    (tmp_path / "multi_news.jsonl").write_text(json.dumps(article) + "\n")
+    given = ("method=[dense]", "benchmark=longbench", f"benchmark.path={tmp_path}", "benchmark.tasks=[multi_news]")
+    made, tokenizer = job(*given)
+    row = made.benchmark.row(made.benchmark.cells()[0], "0", tokenizer, 0)
     assert 8192 - 32 < len(encode(tokenizer, row).ids) + row.max_new_tokens <= 8192
-    with pytest.raises(FileNotFoundError, match="put one there"):
-        job(*given)
-    with pytest.raises(ValueError, match="'multinews' is not in LongBench"):
-        job(*given, "benchmark.tasks=[multinews]")
 
 
 def test_a_mask_is_known_by_its_contents(masks, tmp_path):
@@ -204,8 +172,6 @@ TEMPLATE = "{{ bos_token }} {% for m in messages %}user says {{ m.content | trim
 
 
 def test_chat_template_wraps_the_prompt_and_the_prefix_follows():
-    from leank.eval.inference.models import ModelConfig, load_config
-
     _, plain = load_config(ModelConfig())
     tokenizer = copy.deepcopy(plain)
     tokenizer.chat_template = TEMPLATE
@@ -240,17 +206,12 @@ def test_every_combination_is_a_method_of_its_own():
     assert "budget" not in THINK["tokens"]
 
 
-def test_a_setting_of_the_cache_and_a_file():
+def test_each_takes_settings_of_the_cache_and_files_by_name_or_pattern(tmp_path):
     found = expanded({"m": {"channels": {"name": "leank"}, "each": {"window": [8], "channels": {"mask": ["x/y.pth"]}}}})
     assert found == {"m_8_y": {"channels": {"name": "leank", "mask": "x/y.pth"}, "window": 8}}
-
-
-def test_a_pattern_is_the_files_that_it_matches(tmp_path, monkeypatch):
     for name in ("b.pth", "a.pth", "c.txt"):
         (tmp_path / name).touch()
     assert list(expanded({"m": {"each": {"channels": {"mask": f"{tmp_path}/*.pth"}}}})) == ["m_a", "m_b"]
-    with pytest.raises(ValueError, match=r"method\.m\.each\.channels\.mask.*pattern that matches files"):
-        expanded({"m": {"each": {"channels": {"mask": f"{tmp_path}/*.safetensors"}}}})
 
 
 def test_masks_of_the_package_are_found_from_any_folder(tmp_path, monkeypatch):
@@ -264,13 +225,12 @@ def test_masks_of_the_package_are_found_from_any_folder(tmp_path, monkeypatch):
         assert build_method(label, one).channels.loaded.keep.any()
 
 
-@pytest.mark.parametrize("each", [3, {}, [1], {"tokens": {"budget": 5}}, {"tokens": {"budget": []}}])
+@pytest.mark.parametrize(
+    "each", [3, {}, [1], {"tokens": {"budget": 5}}, {"tokens": {"budget": []}}, {"channels": {"mask": "no/*.pth"}}]
+)
 def test_what_is_no_list_of_values_is_refused(each):
-    with pytest.raises(ValueError, match=r"method\.m\.each.*must be a list of values"):
+    with pytest.raises(ValueError, match=r"method\.m\.each.*must be a list of values.*or a pattern that matches files"):
         expanded({"m": {**THINK, "each": each}})
-
-
-def test_two_methods_of_one_label_are_refused():
     with pytest.raises(ValueError, match=r"method\.m_8 is there twice"):
         expanded({"m": {**THINK, "each": {"window": [8]}}, "m_8": THINK})
 

@@ -9,7 +9,7 @@ from leank.mask import ChannelMask
 from leank_train.forward.branching import branch, prefill, student
 from leank_train.objective.distill import answer_rows
 from leank_train.objective.l2 import l2_loss
-from tests.conftest import ARCHITECTURES, tiny_model
+from tests.conftest import tiny_model
 from tests.helpers.branches import ANSWERS, DOCUMENTS, QUESTIONS, batch, pad, scores
 from tests.oracles.plain_forward import plain_forward
 
@@ -24,10 +24,10 @@ ZONES = {
 }
 
 
-@pytest.fixture(params=sorted(ARCHITECTURES))
-def each_model(request):
-    """A tiny model of every supported architecture, one after the other."""
-    return tiny_model(request.param)
+@pytest.fixture(scope="module")
+def model():
+    """One architecture: objective/test_plain_form.py goes through all families."""
+    return tiny_model("llama")
 
 
 def rows(hidden, lengths):
@@ -36,27 +36,25 @@ def rows(hidden, lengths):
 
 @pytest.mark.parametrize("empty_heads", ["drop", "zero"])
 @pytest.mark.parametrize("zone", ZONES)
-def test_loss_and_gradient_equal_the_plain_form(each_model, zone, empty_heads):
+def test_loss_and_gradient_equal_the_plain_form(model, zone, empty_heads):
     sink, window = ZONES[zone]
     settings = {"sink": sink, "window": window, "empty_heads": empty_heads}
     documents, questions, answers = batch()
-    prefix = prefill(each_model, pad(documents), DOCUMENTS)
+    prefix = prefill(model, pad(documents), DOCUMENTS)
     both = [torch.cat(pair) for pair in zip(questions, answers, strict=True)]
-    teacher = branch(each_model, prefix, pad(both), [len(x) for x in both])
+    teacher = branch(model, prefix, pad(both), [len(x) for x in both])
     target = torch.cat([h[q : q + a] for h, q, a in zip(teacher.hidden, QUESTIONS, ANSWERS, strict=True)])
     alpha = scores()
-    hidden = rows(
-        student(each_model, prefix, teacher.cut(QUESTIONS), pad(answers), ANSWERS, alpha, **settings), ANSWERS
-    )
+    hidden = rows(student(model, prefix, teacher.cut(QUESTIONS), pad(answers), ANSWERS, alpha, **settings), ANSWERS)
     loss = (hidden - target).square().sum()
     (grad,) = torch.autograd.grad(loss, alpha)
 
     plain_alpha = scores()
     wholes = [torch.cat([documents[r // 2], both[r]]) for r in range(4)]
     contexts = [DOCUMENTS[r // 2] + QUESTIONS[r] for r in range(4)]
-    plain_target = torch.cat([plain_forward(each_model, x, n)[n:] for x, n in zip(wholes, contexts, strict=True)])
+    plain_target = torch.cat([plain_forward(model, x, n)[n:] for x, n in zip(wholes, contexts, strict=True)])
     plain = torch.cat(
-        [plain_forward(each_model, x, n, plain_alpha, **settings)[n:] for x, n in zip(wholes, contexts, strict=True)]
+        [plain_forward(model, x, n, plain_alpha, **settings)[n:] for x, n in zip(wholes, contexts, strict=True)]
     )
     plain_loss = (plain - plain_target).square().sum()
     (plain_grad,) = torch.autograd.grad(plain_loss, plain_alpha)
@@ -69,27 +67,27 @@ def test_loss_and_gradient_equal_the_plain_form(each_model, zone, empty_heads):
         assert grad[0, 1].abs().min() > 0  # the empty head is taught too
 
 
-def test_centered_keys_give_pruned_channels_their_mean(each_model):
+def test_centered_keys_give_pruned_channels_their_mean(model):
     """Eq. 1 with alpha k + (1 - alpha) mean, in the slow form: keys of the middle are rebuilt."""
     documents, questions, answers = batch()
     both = [torch.cat(pair) for pair in zip(questions, answers, strict=True)]
     alpha = scores().detach()
     mean = torch.randn(alpha.shape, dtype=alpha.dtype, generator=torch.Generator().manual_seed(3))
-    prefix = prefill(each_model, pad(documents), DOCUMENTS)
-    teacher = branch(each_model, prefix, pad(both), [len(x) for x in both])
+    prefix = prefill(model, pad(documents), DOCUMENTS)
+    teacher = branch(model, prefix, pad(both), [len(x) for x in both])
     prefix = prefix.center_(mean)
     zones = {"sink": 3, "window": 6, "empty_heads": "zero"}
-    hidden = rows(student(each_model, prefix, teacher.cut(QUESTIONS), pad(answers), ANSWERS, alpha, **zones), ANSWERS)
+    hidden = rows(student(model, prefix, teacher.cut(QUESTIONS), pad(answers), ANSWERS, alpha, **zones), ANSWERS)
     plain = torch.cat(
         [
-            plain_forward(each_model, torch.cat([documents[r // 2], both[r]]), n, alpha, mean=mean, **zones)[n:]
+            plain_forward(model, torch.cat([documents[r // 2], both[r]]), n, alpha, mean=mean, **zones)[n:]
             for r in range(4)
             for n in [DOCUMENTS[r // 2] + QUESTIONS[r]]
         ]
     )
     torch.testing.assert_close(hidden, plain, rtol=1e-8, atol=1e-9)
     with pytest.raises(ValueError, match="centered"):
-        branch(each_model, prefix, pad(both), [len(x) for x in both])
+        branch(model, prefix, pad(both), [len(x) for x in both])
 
 
 @pytest.mark.parametrize(
@@ -138,30 +136,28 @@ def test_a_step_never_waits_for_the_gpu():
     assert alpha.grad.isfinite().all()
 
 
-def test_full_attention_is_the_models_own(each_model):
+def test_full_attention_is_the_models_own(model):
     documents, questions, _ = batch()
-    prefix = prefill(each_model, pad(documents), DOCUMENTS)
-    hidden = branch(each_model, prefix, pad(questions), QUESTIONS).hidden
+    prefix = prefill(model, pad(documents), DOCUMENTS)
+    hidden = branch(model, prefix, pad(questions), QUESTIONS).hidden
     for r in range(4):
         whole = torch.cat([documents[r // 2], questions[r]])[None]
-        torch.testing.assert_close(
-            hidden[r, : QUESTIONS[r]], each_model.model(whole).last_hidden_state[0, -QUESTIONS[r] :]
-        )
-    assert each_model.config._attn_implementation == "sdpa"  # the model's own choice is put back
+        torch.testing.assert_close(hidden[r, : QUESTIONS[r]], model.model(whole).last_hidden_state[0, -QUESTIONS[r] :])
+    assert model.config._attn_implementation == "sdpa"  # the model's own choice is put back
 
 
-def test_a_compressed_cache_decodes_by_the_plain_form(each_model):
+def test_a_compressed_cache_decodes_by_the_plain_form(model):
     """What is trained is what is deployed: greedy replies through the cache are those of Eq. 1 as written."""
     documents, questions, _ = batch()
     mask = scores() > 0.4
     room, zones = 12, {"sink": 2, "window": 5}  # Eq. 1 counts the token that reads its window, a cache does not
     for r in range(4):
         ids = context = torch.cat([documents[r // 2], questions[r]])
-        cache = compressed_cache(each_model, ChannelMask(mask), sink=2, window=4, flush=1)
-        found = each_model.generate(context[None], past_key_values=cache, max_new_tokens=room, eos_token_id=-1)
+        cache = compressed_cache(model, ChannelMask(mask), sink=2, window=4, flush=1)
+        found = model.generate(context[None], past_key_values=cache, max_new_tokens=room, eos_token_id=-1)
         for _ in range(room):
-            hidden = plain_forward(each_model, ids, len(context), mask.double(), **zones, empty_heads="drop")
-            ids = torch.cat([ids, each_model.lm_head(hidden[-1]).argmax()[None]])
+            hidden = plain_forward(model, ids, len(context), mask.double(), **zones, empty_heads="drop")
+            ids = torch.cat([ids, model.lm_head(hidden[-1]).argmax()[None]])
         assert found[0].tolist() == ids.tolist()
 
 

@@ -5,9 +5,6 @@ import math
 import pytest
 import torch
 
-import leank_train.objective
-from leank_train.objective import base
-from leank_train.objective.base import objectives
 from leank_train.objective.distill import answer_rows, backward, l1_penalty, lr_factor, straight_through
 from leank_train.objective.l2 import l2_loss
 
@@ -66,22 +63,3 @@ def test_straight_through(variant):
     assert torch.equal(value, expected)
     weights = torch.tensor([[[1.0, 2.0, 3.0]]])
     assert torch.equal(torch.autograd.grad((value * weights).sum(), alpha)[0], weights)
-
-
-OF_MINE = """
-from leank_train.objective.base import Objective, objective
-
-@objective("mine")
-class Mine(Objective):
-    def distance(self, full, scaled, lengths):
-        return (full - scaled).abs().mean()
-"""
-
-
-def test_a_file_of_the_folder_is_an_objective(tmp_path, monkeypatch):
-    assert {"l2", "kl"} <= {*objectives()}
-    (tmp_path / "mine.py").write_text(OF_MINE)
-    monkeypatch.setattr(leank_train.objective, "__path__", [*leank_train.objective.__path__, str(tmp_path)])
-    monkeypatch.setattr(base, "KNOWN", dict(base.KNOWN))
-    found = objectives()["mine"](None, "official").distance(torch.ones(1, 2, 3), torch.zeros(1, 2, 3), None)
-    assert found.item() == 1

@@ -12,7 +12,7 @@ from leank_train.running.preempt import Signals
 from leank_train.running.recorder import Recorder
 from leank_train.train import run
 from tests.helpers.ranks import two_ranks
-from tests.helpers.tiny_run import VALIDATION, alpha, settings
+from tests.helpers.tiny_run import VALIDATION, alpha, at_step, settings
 
 NEVER = "checkpoint_every=1000"  # what is saved is saved by the signal
 
@@ -33,20 +33,6 @@ def slurm_job(tmp_path, monkeypatch):
     return asked
 
 
-def signalled(at, number):
-    """A hook that sends this process a signal in its `at`-th step; counts the steps in `.taken`."""
-    taken, keep = [], Recorder.on_train_batch_end
-
-    def hook(*args):
-        taken.append(1)
-        if len(taken) == at:
-            os.kill(os.getpid(), number)
-        keep(*args)
-
-    hook.taken = taken
-    return hook
-
-
 @pytest.fixture(scope="module")
 def whole(model_folder, tmp_path_factory):
     """The scores of a run that nothing has stopped."""
@@ -60,7 +46,8 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(model_folder, whole, tmp_pa
     config, before = settings(model_folder, NEVER), [signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM)]
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with monkeypatch.context() as patch, Signals() as signals:
-        patch.setattr(Recorder, "on_train_batch_end", signalled(step, number))
+        patch.setattr(Recorder, "on_train_batch_end", Recorder.on_train_batch_end)  # is put back
+        at_step(step, number)
         with pytest.raises(SystemExit) as stopped:
             run(config, tmp_path / "stopped", signals)
     assert stopped.value.code == 128 + number
@@ -69,9 +56,10 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(model_folder, whole, tmp_pa
     state = torch.load(tmp_path / f"stopped/checkpoints/{stage}/last.ckpt", weights_only=True)
     assert state["global_step"] == done
     assert not (tmp_path / "stopped/mask.safetensors").exists()
-    monkeypatch.setattr(Recorder, "on_train_batch_end", counted := signalled(None, number))
+    monkeypatch.setattr(Recorder, "on_train_batch_end", Recorder.on_train_batch_end)
+    taken = at_step(0)
     run(config, tmp_path / "stopped")
-    assert len(counted.taken) == 6 + 4 - step  # no step is done twice
+    assert len(taken) == 6 + 4 - step  # no step is done twice
     assert torch.equal(alpha(tmp_path / "stopped"), whole)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from leank.eval.methods.prefill.asl import ASL
 from scripts.analyses.asl import ranks, relative_variance, selection_layers
-from tests.helpers.analysis_source import LAYERS, LENGTH, attention, only, qkv, source
+from tests.helpers.analysis_source import LAYERS, LENGTH, attention, only, prompt, qkv, source
 
 TASK, WINDOW, KERNEL, BUDGET = "niah_single_2", 16, 3, 80
 
@@ -29,11 +29,6 @@ def variance(places, k):
     tokens = [t for t in range(len(places[0])) if any(layer[t] <= k for layer in places)]
     each = [[layer[t] for layer in places] for t in tokens]
     return sum(sum((x - sum(one) / len(one)) ** 2 for x in one) / len(one) for one in each) / len(each)
-
-
-def prompt(index=0):
-    found = source()
-    return found.ids(found.sample(TASK, LENGTH, index))
 
 
 def test_relative_variances():

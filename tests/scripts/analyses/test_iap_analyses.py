@@ -6,14 +6,9 @@ import torch
 from leank.eval.methods.channels.iap import IAP
 from leank.eval.methods.channels.think import ThinK
 from scripts.analyses.iap import interaction, layer_error, query_spread
-from tests.helpers.analysis_source import DIM, GROUP, HEADS, LAYERS, LENGTH, attention, only, qkv, source
+from tests.helpers.analysis_source import DIM, GROUP, HEADS, LAYERS, LENGTH, attention, only, prompt, qkv, source
 
 TASK, QUERIES = "niah_single_2", 16
-
-
-def prompt():
-    found = source()
-    return found.ids(found.sample(TASK, LENGTH, 0))
 
 
 def terms(q, k, head):

@@ -7,14 +7,9 @@ import torch
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.methods.tokens.lethe import Lethe
 from scripts.analyses.lethe import growth, head_similarity, held_while_decoding, retained_tokens, sparsity
-from tests.helpers.analysis_source import GROUP, HEADS, LAYERS, LENGTH, attention, only, qkv, source, tiny_model
+from tests.helpers.analysis_source import GROUP, HEADS, LAYERS, LENGTH, attention, only, prompt, qkv, source, tiny_model
 
 TASK = "niah_single_2"
-
-
-def prompt():
-    found = source()
-    return found.ids(found.sample(TASK, LENGTH, 0))
 
 
 @torch.no_grad()

@@ -4,14 +4,9 @@ import pytest
 import torch
 
 from scripts.analyses.think import UNIFORM, magnitudes, singular_energy
-from tests.helpers.analysis_source import DIM, GROUP, HEADS, LENGTH, attention, only, qkv, source
+from tests.helpers.analysis_source import DIM, GROUP, HEADS, LENGTH, attention, only, prompt, qkv, source
 
 TASK = "niah_single_2"
-
-
-def prompt():
-    found = source()
-    return found.ids(found.sample(TASK, LENGTH, 0))
 
 
 def test_sizes_of_channels():
