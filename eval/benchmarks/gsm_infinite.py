@@ -268,9 +268,9 @@ def gold_answer(answer: int | str | None, solution: str | None) -> int:
 
     Raises ValueError if there is neither, or if they differ.
     """
-    stated = re.search(r"Answer: ([^.]*)\.", solution or "")
+    stated, dot, _ = (solution or "").partition("Answer: ")[2].partition(".")
     try:
-        found = {int(text) for text in (answer, stated and stated[1]) if text is not None}
+        found = {int(text) for text in (answer, stated if dot else None) if text is not None}
     except ValueError:
         found = {int(answer)} if answer is not None else set()
     if len(found) != 1:

@@ -46,10 +46,6 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "longbench_e": E_TASKS,
 }
 FIRST_LINE_TASKS = frozenset({"trec", "triviaqa", "samsum", "lsht"})
-# Characters that are read at most; officially all. Code has replies of 64 tokens, some 300 characters; Chinese has 512
-# tokens, some 1,000.
-MAX_CODE_LINE = 2000
-MAX_CHINESE = 8000
 
 
 @cache
@@ -202,11 +198,9 @@ def code_similarity(prediction: str, reference: str) -> float:
     """Similarity of the reply's first code line and the reference, 0-1 in steps of 0.01: fuzzywuzzy's, on difflib.
 
     The first code line has none of ` # // (so a line with a trailing comment is skipped); without one it is "".
-    Of that line and of the reference `MAX_CODE_LINE` characters are compared.
     """
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
-    line, reference = line[:MAX_CODE_LINE], reference[:MAX_CODE_LINE]
     if line == reference:
         return 1.0
     if not line or not reference:
@@ -215,23 +209,22 @@ def code_similarity(prediction: str, reference: str) -> float:
 
 
 def rouge_chinese(prediction: str, reference: str) -> float:
-    """`rouge_l` of the jieba words of both texts, of each at most `MAX_CHINESE` characters."""
+    """`rouge_l` of the jieba words of both texts."""
     return rouge_l(" ".join(_jieba(prediction)), " ".join(_jieba(reference)))
 
 
 def qa_f1_chinese(prediction: str, reference: str) -> float:
-    """F1 over normalised, non-empty jieba words, 0-1; of each text at most `MAX_CHINESE` characters are read."""
+    """F1 over normalised, non-empty jieba words, 0-1."""
     bags = [[w for w in map(normalize_chinese, _jieba(text)) if w] for text in (prediction, reference)]
     return token_f1(*bags)
 
 
 def _jieba(text: str) -> list[str]:
-    """The words of the first `MAX_CHINESE` characters."""
     try:
         import jieba
     except ImportError as error:
         raise ImportError("LongBench's Chinese tasks are scored on jieba words: pip install jieba") from error
-    return list(jieba.cut(text[:MAX_CHINESE], cut_all=False))
+    return list(jieba.cut(text, cut_all=False))
 
 
 METRIC_OF_TASK: dict[str, Callable[..., float]] = {

@@ -80,7 +80,7 @@ class Math500(FromFiles):
 
 @metric("math500")
 def score(row: Row, reply: str) -> float:
-    """Whether the last boxed answer of the reply is right, 0 or 1. Raises ImportError if math_verify is missing."""
+    """Whether the last boxed answer of the reply is right, 0 or 1."""
     return float(grade(last_boxed(reply), row.answers[0]))
 
 

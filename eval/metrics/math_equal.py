@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -25,53 +26,48 @@ START_SECONDS = 300.0
 def equal(given: str, truth: str) -> bool:
     """Whether the given answer equals the truth, asked of the worker of this process, started at the first call.
 
-    False where the comparison needs more than the worker's limits of CPU time and memory. Raises ImportError if
-    math_verify is missing, RuntimeError if the worker does not start.
+    False where the comparison needs more than the worker's limits of CPU time and memory. Raises RuntimeError if the
+    worker does not start.
     """
-    return _worker(os.getpid()).equal(given, truth)
+    return _worker().equal(given, truth)
 
 
 @functools.cache
-def _worker(pid: int) -> "Worker":
-    """The worker of a process; a fork gets its own."""
+def _worker() -> "Worker":
     return Worker()
 
 
 class Worker:
-    """One worker process at a time, replaced after its death. Threads take turns."""
+    """One worker process at a time, replaced after its death."""
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         atexit.register(self.stop)
 
     def equal(self, given: str, truth: str) -> bool:
         """See `equal` of this module."""
-        with self._turn:
-            for _ in range(2):  # a worker may die of what is not its text's doing (a signal, no memory left): ask again
-                process = self._process or self._start()
-                answer, in_time = _ask(process, json.dumps([given, truth]), WALL_SECONDS)
-                if answer is not None and in_time:
-                    return answer is True
-                self.stop()
-                if not in_time or _over_cpu_limit(process):
-                    return False
-            return False
+        for _ in range(2):  # a worker may die of what is not its text's doing (a signal, no memory left): ask again
+            process = self._process or self._start()
+            if answer := _ask(process, json.dumps([given, truth]), WALL_SECONDS):
+                return answer == "true"
+            self.stop()
+            if process.wait() == -getattr(signal, "SIGXCPU", 0):
+                break
+        return False
 
     def stop(self) -> None:
         """End the worker process, if there is one."""
-        if self._process is None:
-            return
-        process, self._process = self._process, None
-        process.kill()
-        with contextlib.suppress(BrokenPipeError):  # a line that the dead worker never read
-            process.communicate()
+        if self._process is not None:
+            process, self._process = self._process, None
+            process.kill()
+            with contextlib.suppress(BrokenPipeError):  # a line that the dead worker never read
+                process.communicate()
 
     def _start(self) -> subprocess.Popen[str]:
         # the same modules as here; equal hashes, so that sympy takes the same way every time
         paths = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONHASHSEED": "0"}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "leank.eval.metrics.math_equal"],
+            [sys.executable, "-P", "-m", __spec__.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -79,47 +75,25 @@ class Worker:
             env={**os.environ, **paths},
             start_new_session=True,  # signals to the terminal's or the job's processes are not for it
         )
-        answer, _ = _ask(self._process, None, START_SECONDS)
-        if answer is True:
-            return self._process
-        self.stop()
-        if isinstance(answer, str):
-            raise ImportError(f"MATH-500 is graded with math_verify: pip install math-verify ({answer})")
-        raise RuntimeError(
-            f"the process that grades MATH-500 did not start; try: {sys.executable} -m leank.eval.metrics.math_equal"
-        )
+        if _ask(self._process, '["x", "x"]', START_SECONDS) != "true":
+            self.stop()
+            raise RuntimeError(f"the grader of MATH-500 did not start; try: {sys.executable} -m {__spec__.name}")
+        return self._process
 
 
-def _ask(process: subprocess.Popen[str], line: str | None, seconds: float) -> tuple[object, bool]:
-    """Send a line (None sends nothing) and read one: what it says, None if the worker is dead; whether in time."""
+def _ask(process: subprocess.Popen[str], line: str, seconds: float) -> str:
+    """Send a line and return the answer; it is empty if the worker is dead, or hangs and is therefore killed."""
     assert process.stdin is not None
     assert process.stdout is not None
-    late = threading.Event()
-
-    def end() -> None:
-        late.set()
-        process.kill()
-
-    timer = threading.Timer(seconds, end)
+    timer = threading.Timer(seconds, process.kill)
     timer.start()
     try:
-        if line is not None:
-            print(line, file=process.stdin, flush=True)
-        answer = process.stdout.readline()
+        print(line, file=process.stdin, flush=True)
+        return process.stdout.readline().strip()
     except BrokenPipeError:
-        answer = ""
+        return ""
     finally:
         timer.cancel()
-        timer.join()
-    return (json.loads(answer) if answer.endswith("\n") else None), not late.is_set()
-
-
-def _over_cpu_limit(process: subprocess.Popen[str]) -> bool:
-    if sys.platform == "win32":
-        return False
-    import signal
-
-    return process.wait() == -signal.SIGXCPU
 
 
 def compare(given: str, truth: str) -> bool:
@@ -147,29 +121,19 @@ def compare(given: str, truth: str) -> bool:
 def main() -> None:
     """Answer lines of JSON [given, truth] with true or false, under limits of memory and of CPU time per line.
 
-    The first line out is true if all is there, else what is missing. A line that takes too long ends the process with
-    SIGXCPU, one that needs too much memory is false and the last.
+    A line that takes too long ends the process with SIGXCPU, one that needs too much memory is false and the last.
     """
+    import math_verify  # noqa: F401  # before memory is limited
+    from sympy.core.cache import clear_cache
+
     replies, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no reply
-
-    def reply(value: bool | str) -> None:
-        print(json.dumps(value), file=replies, flush=True)
-
-    try:
-        import math_verify  # noqa: F401
-        from sympy.core.cache import clear_cache
-    except ImportError as error:
-        reply(str(error))
-        return
     limit_process()
-    reply(True)
     for line in sys.stdin:
         limit_cpu()
-        given, truth = json.loads(line)
         try:
-            reply(compare(given, truth))
+            print(json.dumps(compare(*json.loads(line))), file=replies, flush=True)
         except MemoryError:
-            reply(False)
+            print(json.dumps(False), file=replies, flush=True)
             return
         clear_cache()  # one comparison leaves nothing behind that another would pay for
 
@@ -180,15 +144,11 @@ def limit_process() -> None:
         return
     import resource
 
-    limits = [(resource.RLIMIT_NPROC, 0), (resource.RLIMIT_FSIZE, 0)]
+    _limit(resource.RLIMIT_NPROC, 0)
+    _limit(resource.RLIMIT_FSIZE, 0)
     if sys.platform == "linux":
         with open("/proc/self/statm", encoding="ascii") as statm:
-            held = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        limits.append((resource.RLIMIT_AS, held + MEMORY))
-    for kind, most in limits:
-        hard = resource.getrlimit(kind)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))
+            _limit(resource.RLIMIT_AS, int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + MEMORY)
 
 
 def limit_cpu() -> None:
@@ -198,9 +158,14 @@ def limit_cpu() -> None:
     import resource
 
     used = resource.getrusage(resource.RUSAGE_SELF)
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    most = int(used.ru_utime + used.ru_stime) + 1 + CPU_SECONDS
-    resource.setrlimit(resource.RLIMIT_CPU, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + CPU_SECONDS)
+
+
+def _limit(kind: int, most: int) -> None:
+    import resource
+
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 if __name__ == "__main__":
