@@ -25,8 +25,8 @@ method that fails costs its row alone:
     gb            held after the prompt, of which formula_gb by the method's formula (empty where data decide), the rest
                   being tables and spare room; peak_gb: the allocator's peak while decoding, weights included
     read_gb       K, V, bounds and labels that attention reads in a step; a query head reads what it chose by itself
-    token_ms      of a decoding step, by `loop`: a captured CUDA graph, or Python. A graph is timed over whole periods in which
-                  tokens leave the window, after one that compiles what moves them
+    token_ms      of a decoding step, by `loop`: a captured CUDA graph, or Python. A graph is timed over whole periods
+                  in which tokens leave the window, after one that compiles what moves them
     median_ms     of the same steps as the GPU sees them; worst_ms: the longest of them
     tokens_per_s  of all rows
     gpu_ms        of a step in kernels alone, of which attention_ms, products_ms, other_ms; kernels: launches per step.
