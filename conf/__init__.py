@@ -1,1 +1,1 @@
-"""Hydra configurations: train and eval hold what one command has, shared what both have."""
+"""Settings: train and eval are Hydra's for one command, shared for both; method has presets, papers the papers' items."""

@@ -67,3 +67,11 @@ class Checker(HTMLParser):
     def handle_startendtag(self, tag, attrs):
         self.handle_starttag(tag, attrs)
         self.handle_endtag(tag)
+
+
+def checked(page):
+    """Read a page of HTML, whose tags are closed and which loads nothing. Returns what the reader found."""
+    checker = Checker()
+    checker.feed(page)
+    assert (checker.open, checker.loads) == ([], [])
+    return checker

@@ -9,7 +9,7 @@ import pytest
 from leank.eval.__main__ import command_line
 from leank.eval.report import summarise, write_diff, write_report
 from leank.eval.report.groups import changed, frame, paired
-from tests.helpers.report_rows import Checker, grid, row, stored
+from tests.helpers.report_rows import checked, grid, row, stored
 
 
 @pytest.fixture
@@ -39,10 +39,7 @@ def test_files_show_every_changed_reply_once(folder):
     assert page.name == "diff_dense_think.html"
     of = changed(frame(rows), "dense", "think")
     shown = page.read_text()
-    checker = Checker()
-    checker.feed(shown)
-    assert checker.open == []
-    assert checker.loads == []
+    checked(shown)
     assert shown.count("<details>") == len(of)
     assert "<script>" not in shown
     markdown = page.with_suffix(".md").read_text()
