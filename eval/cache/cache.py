@@ -199,9 +199,8 @@ class CompressedCache(Cache):
         Raises FileNotFoundError, or ValueError if the file is damaged or was made by another model or mask.
         """
         found = Saved(path)
-        if isinstance(mask, ChannelMask) and mask.mean_keys is not None:
-            raise ValueError("a saved cache has no mean keys: give mask.with_means(None)")
-        found.check(model, None if mask is None else layer_masks(mask))
+        means = mask.mean_keys if isinstance(mask, ChannelMask) else None
+        found.check(model, None if mask is None else layer_masks(mask), means)
         cache = compressed_cache(model, found.middles, **asdict(found.header.sizes), backend=backend)
         found.fill(cache.layers, model)
         return cache
@@ -230,15 +229,18 @@ class CompressedCache(Cache):
             isinstance(layer, CompressedLayer) and layer.capturable and not layer.record_past for layer in self.layers
         )
 
-    def generate(self, model: PreTrainedModel, **kwargs: object) -> GenerateOutput | Tensor:
+    def generate(
+        self, model: PreTrainedModel, inputs: Tensor | None = None, **kwargs: object
+    ) -> GenerateOutput | Tensor:
         """`model.generate()` from this cache; decoding steps replay one captured CUDA graph where that is possible.
 
         model: the model that the cache was made for.
-        kwargs: as for `model.generate()`, streamer, beams and assisted decoding included, without `past_key_values`.
+        inputs, kwargs: as for `model.generate()`, streamer, beams and assisted decoding included, but for
+            `past_key_values`.
 
         Returns what `model.generate()` returns, with the same tokens as without graphs.
         """
-        return generate(self, model, **kwargs)
+        return generate(self, model, inputs=inputs, **kwargs)
 
     def memory(self) -> Memory:
         """Bytes held now, by part; printed, megabytes and the share of a dense cache."""

@@ -216,12 +216,16 @@ class CompressedLayer(DynamicLayer):
     def resume(self, store: Store, columns: int) -> None:
         """Go on from the store of a prompt of `columns` columns that was sealed before (`eval.cache.saved`)."""
         self.lazy_initialization(store.ring_k, store.ring_v)
+        self._find_center()
         self.store, self._columns = store, columns
+
+    def _find_center(self) -> None:
+        if self.middle.center is not None:
+            self._center = self.middle.center.to(self.device, torch.float32)[:, None]
 
     def _begin(self, k: Tensor, v: Tensor, real: Tensor | None, *of_prompt: Tensor | None) -> None:
         real = None if real is None or bool(real.all()) else real
-        if self.middle.center is not None:
-            self._center = self.middle.center.to(k.device, torch.float32)[:, None]
+        self._find_center()
         self.store = Store(self._centered(k), v, real, self.middle, self.sizes, *of_prompt)
 
     def _centered(self, k: Tensor) -> Tensor:

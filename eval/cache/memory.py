@@ -58,7 +58,12 @@ class Memory:
         share = f", {self.total / dense:.0%} of dense ({_megabytes(dense)} MB)" if dense else ""
         names = {"middle_k": "middle K", "middle_v": "middle V"}
         parts = [f"{names.get(name, name)} {_megabytes(size)}" for name, size in asdict(self).items() if size]
-        return f"{_megabytes(self.total)} MB{share}" + (": " + ", ".join(parts) if parts else "")
+        idle = self.sink + self.window and not self.middle_k + self.middle_v
+        return (
+            f"{_megabytes(self.total)} MB{share}"
+            + (": " + ", ".join(parts) if parts else "")
+            + ("; nothing is compressed: all tokens are in sink and window, or no head keeps a middle" if idle else "")
+        )
 
 
 def _megabytes(size: int) -> str:

@@ -107,8 +107,6 @@ def _compressed(layer: CompressedLayer) -> dict[str, Tensor]:
     store, middle = layer.store, layer.middle
     _check_complete(layer, store is not None and not layer.waiting)
     assert store is not None
-    if middle.center is not None:
-        raise ValueError("a cache whose keys are centered (mean_keys of its mask) cannot be saved")
     if store.eviction is not None or store.reads is not None:
         raise ValueError("a cache that evicts tokens while decoding, or chooses what it reads, cannot be saved")
     if middle.bits is not None and type(middle.bits) is not Packing:
@@ -124,7 +122,9 @@ def _compressed(layer: CompressedLayer) -> dict[str, Tensor]:
     for name, mask, table in (("channels", middle.channels, store.channels), ("values", middle.values, store.values)):
         if mask is not None and table is not None:  # rows that have masks of their own may have changed places
             tensors[name] = mask.bool() if mask.ndim == 2 else table.mask()
-    return tensors if middle.joins is None else {**tensors, "joins": middle.joins.bool()}
+    if middle.joins is not None:
+        tensors["joins"] = middle.joins.bool()
+    return tensors if middle.center is None else {**tensors, "center": middle.center.float()}
 
 
 def _sliding(layer: Any) -> dict[str, Tensor]:
@@ -161,14 +161,24 @@ class Saved:
                 self.layers[int(index)][of_layer] = tensor
             self.compressed = [i for i, own in enumerate(self.layers) if "seen" in own]
             self.middles = [
-                Middle(own.get("channels"), own.get("values"), own.get("joins"), Packing(*pages) if pages else None)
+                Middle(
+                    own.get("channels"),
+                    own.get("values"),
+                    own.get("joins"),
+                    Packing(*pages) if pages else None,
+                    center=own.get("center"),
+                )
                 for own, pages in zip(self.layers, self.header.packing, strict=True)
             ]
         except (ValueError, TypeError, IndexError, RecursionError) as error:
             raise DamagedFile(path, error, CURE) from error
 
-    def check(self, model: PreTrainedModel, keep: Tensor | None) -> None:
-        """Raise ValueError unless this model made the cache, and with the mask keep [L, H, D], None = any."""
+    def check(self, model: PreTrainedModel, keep: Tensor | None, means: Tensor | None = None) -> None:
+        """Raise ValueError unless this model made the cache, with this mask.
+
+        keep: [L, H, D], None = any mask
+        means: [L, H, D], mean keys of that mask, None = it has none
+        """
         if self.header.model != model_digest(model):
             kind = model.config.get_text_config(decoder=True).model_type
             raise ValueError(
@@ -177,6 +187,14 @@ class Saved:
             )
         if keep is not None and self.header.mask != mask_digest({i: keep[i] for i in self.compressed if i < len(keep)}):
             raise ValueError(f"{self.path} was made with another mask; load that one, or leave mask out")
+        centers = [self.layers[i].get("center") for i in self.compressed]
+        if means is None:
+            same = all(center is None for center in centers)
+        else:
+            theirs = [means[i] for i in self.compressed]
+            same = all(c is not None and torch.equal(c, m) for c, m in zip(centers, theirs, strict=True))
+        if keep is not None and not same:
+            raise ValueError(f"{self.path} was made with other mean keys; load that mask, or leave mask out")
 
     def fill(self, layers: Sequence[Any], model: PreTrainedModel) -> None:
         """Put what the file holds into the new layers of this model. Raises DamagedFile for tables that cannot be."""
@@ -217,6 +235,7 @@ def _store(own: Mapping[str, Tensor], layer: CompressedLayer, model: PreTrainedM
         and len({getattr(store, name).dtype for name in ENDS}) == 1
         and seen.shape == start.shape == floor.shape == (batch,)
         and slots % PAGE == 0
+        and (middle.center is None or (middle.center.shape, middle.center.dtype) == ((heads, dim), torch.float32))
         and bool(((floor >= 0) & (floor <= seen) & (seen <= columns) & (seen - start <= slots)).all())
         and bool(((start >= sizes.sink) & (start <= np.maximum(sizes.sink, seen))).all())
         and bool(((start == sizes.sink) | (floor - start >= sizes.window)).all())

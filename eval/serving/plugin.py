@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from leank.eval.serving.guard import WORKER
 from leank.eval.serving.settings import ServerSettings, check_config
 
 BACKEND = "leank.eval.serving.backend.PrunedBackend"
@@ -61,6 +62,7 @@ def _checked(create: Callable[..., Any]) -> Callable[..., Any]:
         _exported.update({name: (os.environ.get(name), value) for name, value in settings.export().items()})
         os.environ.update(settings.export())  # for the processes that vLLM starts
         use_backend()
+        self.worker_extension_cls = self.worker_extension_cls or WORKER
         config = create(self, *args, **kwargs)
         check_config(config, settings)
         config.model_config.model_arch_config.rswa_window = settings.window  # vLLM then tells the lengths of prompts

@@ -10,7 +10,7 @@ import torch
 
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.serving.layout import HEAD_DIMS, PageLayout
-from leank.mask import ChannelMask
+from leank.mask import ChannelMask, mask_file
 from leank.typed import Checked, Count, Positive
 
 VERSION = "0.32"  # the minor version of vLLM whose interfaces the plug-in uses
@@ -23,7 +23,7 @@ DEFAULTS = {"sink": Sizes.sink, "window": Sizes.window}
 class ServerSettings(Checked):
     """The settings of a server.
 
-    mask: a mask.safetensors, or a published .pth mask
+    mask: a mask.safetensors, a training run's folder, a published .pth mask, or hf://org/name of one on the hub
     sink, window: tokens kept whole
     """
 
@@ -52,10 +52,11 @@ class ServerSettings(Checked):
             if own is not None:
                 raise ValueError(f"additional-config: leank={own!r} names no mask, so nothing would be pruned")
             return None
-        trained = ChannelMask.load(given["mask"]).metadata
+        mask = mask_file(given["mask"]).resolve()
+        trained = ChannelMask.load(mask).metadata
         sizes = {name: str(given.get(name, trained.get(name, DEFAULTS[name]))) for name in DEFAULTS}
         try:
-            return cls(str(Path(given["mask"]).resolve()), **{name: int(tokens) for name, tokens in sizes.items()})
+            return cls(str(mask), **{name: int(tokens) for name, tokens in sizes.items()})
         except ValueError as error:
             said = ", ".join(f"{NAMES[name]}={tokens}" for name, tokens in sizes.items())
             raise ValueError(f"{said}: {error}") from None
@@ -63,32 +64,6 @@ class ServerSettings(Checked):
     def export(self) -> dict[str, str]:
         """The environment variables that tell a process these settings."""
         return {variable: str(getattr(self, name)) for name, variable in NAMES.items()}
-
-
-def check(llm: Any) -> None:
-    """Raise RuntimeError unless the layers of a vllm.LLM attend over pages of a mask.
-
-    vLLM drops a plug-in that it cannot load with one line in its log, and then serves the dense model. So call this
-    where a server must be pruned. (On a GPU, vLLM itself refuses `--attention-backend CUSTOM` without the plug-in.)
-
-    llm: the vllm.LLM, after its start
-    """
-    from vllm.engine.arg_utils import EngineArgs
-
-    config = llm.llm_engine.vllm_config
-    if not hasattr(EngineArgs.create_engine_config, "leank"):
-        wrong = (
-            "vLLM has not loaded the plug-in leank; look for 'Failed to load plugin' in its log, install leank where "
-            "vLLM is installed, and let VLLM_PLUGINS name leank if it is set"
-        )
-    elif getattr(config.model_config.model_arch_config, "rswa_window", None) is None:
-        wrong = "no mask was given; set LEANK_MASK, or additional_config={'leank': {'mask': PATH}}"
-    else:
-        layers = config.compilation_config.static_forward_context  # empty where another process runs the model
-        if not layers or any(name.startswith("leank.") for name in layers):
-            return
-        wrong = "its layers run another attention backend; start the process with the mask from the beginning"
-    raise RuntimeError(f"this server serves the dense model: {wrong}")
 
 
 def check_config(config: Any, settings: ServerSettings) -> None:

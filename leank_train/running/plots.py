@@ -38,8 +38,7 @@ def training_plots(
     Returns name -> file.
     """
     found = {}
-    sizes = {"font.size": 12, "axes.titlesize": 13}  # which can be read at half size
-    with rc_context({**SETTINGS, **sizes, "text.parse_math": True}):  # of the ticks of a logarithm
+    with rc_context({**SETTINGS, "font.size": 12, "axes.titlesize": 13, "text.parse_math": True}):
         figures = {
             "losses": losses(stage1, stage2),
             "alpha_histogram": alpha_histogram(stage1, stage2),

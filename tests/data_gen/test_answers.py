@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from leank.data_gen import haystack
 from leank.data_gen.request import Request
 from leank.data_gen.sample import Document
-from leank.data_gen.tasks import RULER_NIAH, TASKS
+from leank.data_gen.tasks import CHAINS, RULER_NIAH, TASKS
+from leank.data_gen.tasks.chain import Chain
+from leank.data_gen.tasks.few_shot import KINDS
 from leank.data_gen.tasks.niah import Niah, join
 from leank.data_gen.tasks.passkey import HEADER as PASSKEY_HEADER
 from leank.data_gen.tasks.passkey import Passkey
@@ -167,3 +169,93 @@ def test_essays_come_from_the_asked_split(counter):
             body = " ".join(text.split())
             assert len(body) > 1000
             assert body in " ".join(haystack.sentences(None, split) * 2)
+
+
+def walk(document) -> list[str]:
+    """Follow the table from the start that the question names; the lines on the way."""
+    table = dict.fromkeys(document.context.splitlines()[1:])
+    after = {line.split(" leads to ")[0]: line for line in table if " leads to " in line}
+    ends = {line.removesuffix(" is the end."): line for line in table if line.endswith(" is the end.")}
+    entry = document.questions[0].question.split("take you from ")[1].split(" to the end")[0]
+    found = []
+    while entry not in ends:
+        found.append(after[entry])
+        entry = after[entry].split(" leads to ")[1].rstrip(".")
+    return [*found, ends[entry]]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("steps", [1, 5, 64])
+def test_the_table_of_a_chain_leads_to_the_answer(counter, steps, exact):
+    document = Chain(steps, 16 * steps).build(Request("chain", 4096, counter, 7, 3, exact=exact))
+    question = document.questions[0]
+    path = walk(document)
+    assert path == question.target.splitlines()
+    assert len(path) == steps
+    assert question.answers == (path[-1],)
+    assert document.context.count(path[-1]) == 1
+
+
+def test_a_chain_has_room_for_its_reply(counter):
+    for name, task in CHAINS.items():
+        for exact in (True, False):
+            document = task.build(Request(name, 8192, counter, 1, 0, exact=exact))
+            q = document.questions[0]
+            prompt = counter.count(document.context + q.question + q.answer_prefix) + counter.special_tokens
+            reply = counter.count(q.target)
+            assert 500 < reply < task.max_new_tokens
+            total = prompt + (reply if exact else task.max_new_tokens)
+            assert abs(document.length - total) <= (8 if exact else 0)
+            assert 8192 - 150 < total <= 8192 + 4 * exact
+
+
+def test_names_of_a_chain_never_end(counter):
+    document = Chain(4).build(Request("chain", 120_000, counter, 1, 0))
+    sources = [re.split(" leads to | is the end", line)[0] for line in document.context.splitlines()[1:-1]]
+    assert len(sources) > 7000
+    assert len(set(sources)) == len(sources)
+
+
+def built(name, index=0, split="train", exact=True, length=1500, essays=None):
+    counter = TokenCounter(tokenizer("gpt4"))
+    return TASKS[name].build(Request(name, length, counter, 3, index, 3, exact, split=split, essays=essays))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_reply_is_what_follows_in_the_text(split, exact):
+    running = " ".join(haystack.sentences(None, split))
+    document = built("text", split=split, exact=exact)
+    first, *others = document.questions
+    assert f"{document.context}{first.target}" in running + " " + running  # the text starts again at its end
+    for question in others:
+        start = re.fullmatch(r"\nGo on with this text: (.*)", question.question).group(1)
+        assert f"{start}{question.target}" in running + " " + running
+    assert {len(q.target.split()) for q in document.questions} == {48}
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_quoted_passage_stands_in_the_document(exact):
+    for index in range(5):
+        document = built("quote", index, exact=exact)
+        for question in document.questions:
+            assert question.answers[0] in document.context
+            assert question.answers[0].startswith(re.search('"(.*)"', question.question, re.DOTALL).group(1))
+
+
+def test_own_text_is_read(tmp_path):
+    (tmp_path / "mine.txt").write_text("\n".join(f"Line {i} speaks of whales and {i + 1} ships." for i in range(99)))
+    for name in ("text", "quote"):
+        assert "whales" in built(name, essays=str(tmp_path / "mine.txt")).context
+
+
+def test_labels_follow_from_the_kind_of_word_and_answers_are_not_in_the_examples():
+    document = built("few_shot")
+    shown = dict(line.split(": ") for line in document.context.splitlines()[1:] if ": " in line)
+    kind_of = {word: kind for kind in KINDS for word in haystack.words(kind)}
+    label_of = {kind_of[word]: label for word, label in shown.items() if word in kind_of}
+    assert len({*label_of.values()}) == 3
+    for question in document.questions:
+        for word, label in (line.split(": ") for line in question.answers):
+            assert word not in shown
+            assert label_of[kind_of[word]] == label

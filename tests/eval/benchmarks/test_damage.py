@@ -184,6 +184,9 @@ def test_lines_end_at_newlines_alone(name, tmp_path, tokenizer):
         ("choice", {"options": ["Ada", "Ada", "Cy", "Di"]}, "not one of the four options"),
         ("choice", {"answer": ["Ada", "C"]}, "not one of the four options"),
         ("choice", {"answer": ["Ada", ""]}, "none blank"),
+        ("choice", {"answer": [5]}, "a text or a list of texts"),
+        ("choice", {"options": ["Ada"]}, "not one of the four options"),
+        ("choice", {"answer": ["Eve"]}, "not one of the four options"),
         ("math_find", {"answer": -1}, "its own answer"),  # no sign is read
         ("math500", {"answer": "}"}, "its own answer"),
         ("mmlu", {"choices": ["a"]}, "at least 4 items"),

@@ -71,6 +71,30 @@ def test_layers_with_a_sliding_window_are_saved_too(tmp_path):
     assert torch.equal(got, want)
 
 
+def test_mean_keys_are_saved_with_what_they_stand_for(tmp_path):
+    model, path = tiny_model("llama"), tmp_path / "c"
+    ids, mask = left_padded([60], 4)[0], ChannelMask(random_keep(10))
+    means = torch.randn(mask.keep.shape, generator=torch.Generator().manual_seed(2))
+    centered = mask.with_means(means)
+    cache = compressed_cache(model, centered, 2, 6, 4)
+    with torch.no_grad():
+        model(ids[:, :40], past_key_values=cache)
+        cache.save(path)
+        loaded = CompressedCache.load(path, model, centered)
+        want, got = (model(ids[:, 40:], past_key_values=one).logits for one in (cache, loaded))
+        assert torch.equal(got, want)
+        loaded.reset()
+        new = compressed_cache(model, centered, 2, 6, 4)
+        want, got = (model(ids, past_key_values=one).logits[:, -1] for one in (new, loaded))
+        assert torch.equal(got, want)
+    refused(path, "was made with other mean keys", model, mask)
+    refused(path, "was made with other mean keys", model, mask.with_means(means + 1))
+    tensors = load_file(path)
+    for center in (tensors["0.center"][:, :2], tensors["0.center"].double()):
+        write_tensors(path, {**tensors, "0.center": center.contiguous()}, changed_header(path))
+        refused(path, "do not fit together", model)
+
+
 def test_a_loaded_cache_can_begin_anew(tmp_path):
     """reset() leaves the mask."""
     model, ids = tiny_model("llama"), left_padded([40], 4)[0]

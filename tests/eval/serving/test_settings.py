@@ -1,12 +1,13 @@
 """What a server is told, and what its memory admits."""
 
-import sys
+from contextlib import nullcontext
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from leank.eval.serving import check, plan, plugin
+from leank.eval.serving import guard, plan, plugin
 from leank.eval.serving.plan import Server
 from leank.eval.serving.settings import NAMES, ServerSettings
 from leank.mask import ChannelMask
@@ -49,6 +50,8 @@ def test_wrong_settings_are_named(additional, environment, words):
 
 
 class Engine:
+    worker_extension_cls = ""
+
     """Arguments of an engine, whose configuration is the environment that its processes get."""
 
     additional_config = None
@@ -91,33 +94,31 @@ def test_an_engine_is_not_told_the_settings_of_the_one_before(clean, tmp_path):
     assert engine(None).told == engine({"sink": 16}).told == ServerSettings(str(MASK), 16, 48)
 
 
+PAGE = {"attention": {guard.PRUNED: 7}, "block": 32, "block_bytes": 180_224}
+DENSE = {**PAGE, "attention": {"vllm.CPUAttention": 7}}
+
+
 @pytest.mark.parametrize(
-    ("loaded", "window", "layers", "said"),
+    ("mask", "extension", "reports", "said"),
     [
-        (True, 144, ["leank.1000000.kept", "model.layers.0"], None),
-        (True, 144, [], None),  # the model is in another process
-        (False, None, ["model.layers.0"], "has not loaded the plug-in"),
-        (True, None, ["model.layers.0"], "no mask was given"),
-        (True, 144, ["model.layers.0"], "another attention backend"),
+        (MASK, guard.WORKER, [PAGE, PAGE], None),
+        (None, guard.WORKER, [PAGE], "no mask was given"),
+        (MASK, "", [PAGE], "the plug-in is not loaded"),
+        (MASK, "other.Worker", [PAGE], r"worker_extension_cls is other\.Worker: leave it out"),
+        (MASK, guard.WORKER, [PAGE, DENSE], r"serves the dense model: worker 1 attends with vllm\.CPUAttention"),
+        (MASK, guard.WORKER, [{**PAGE, "attention": {}}], "worker 0 attends with nothing"),
+        (MASK, guard.WORKER, [{**PAGE, "block_bytes": 458_752}], "holds blocks of 458,752 bytes, .* 180,224"),
     ],
 )
-def test_a_server_that_is_dense_is_noticed(monkeypatch, loaded, window, layers, said):
-    args = ModuleType("vllm.engine.arg_utils")
-    args.EngineArgs = type("EngineArgs", (), {"create_engine_config": plugin._checked(print) if loaded else print})
-    for name in ("vllm", "vllm.engine"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", args)
-    arch = SimpleNamespace() if window is None else SimpleNamespace(rswa_window=window)
+def test_a_server_that_is_dense_is_noticed(clean, mask, extension, reports, said):
     config = SimpleNamespace(
-        model_config=SimpleNamespace(model_arch_config=arch),
-        compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(layers)),
+        additional_config={} if mask is None else {"leank": {"mask": str(mask)}},
+        parallel_config=SimpleNamespace(worker_extension_cls=extension),
+        model_config=SimpleNamespace(dtype=torch.float32),
     )
-    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
-    if said is None:
-        check(llm)
-    else:
-        with pytest.raises(RuntimeError, match=said):
-            check(llm)
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config), collective_rpc=lambda name: reports)
+    with nullcontext() if said is None else pytest.raises(RuntimeError, match=said):
+        guard.check(llm)
 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from importlib.util import find_spec
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -159,17 +160,20 @@ def test_what_cannot_be_served_is_refused_before_weights_load(tmp_path):
     assert [words in line for line, (_, words) in zip(said, cases, strict=True)] == [True] * len(cases), said
 
 
+SERVE = (sys.executable, "-m", "leank.eval.serving.serve", str(REFERENCE), "--mask", str(MASK))
+SERVER = ("--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--port")
+MEMORY = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
 @pytest.fixture
 def url(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(REFERENCE)]
-    settings = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
-    environment = {**os.environ, "LEANK_MASK": str(MASK), "VLLM_CPU_KVCACHE_SPACE": "1"}
     log = tmp_path / "log"
     with log.open("w") as file:
-        server = subprocess.Popen([*command, *settings], env=environment, stdout=file, stderr=subprocess.STDOUT)
+        command = [*SERVE, *SERVER, str(port)]
+        server = subprocess.Popen(command, env={**os.environ, **MEMORY}, stdout=file, stderr=subprocess.STDOUT)
     try:
         while "Application startup complete" not in log.read_text():
             assert server.poll() is None, log.read_text()[-3000:]
@@ -180,8 +184,17 @@ def url(tmp_path):
         server.wait(timeout=60)
 
 
+def test_a_server_whose_plug_in_is_not_loaded_does_not_start():
+    environment = {**os.environ, **MEMORY, "VLLM_PLUGINS": ""}
+    done = subprocess.run([*SERVE, *SERVER, "8123"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "leank-serve: this server serves the dense model: worker 0 attends with vllm." in done.stderr
+
+
 def test_no_request_is_lost_and_no_page_stays_held(url):
     found = json.loads(python("-m", "scripts.bench.serving", "load", url, "--requests", "60").splitlines()[-1])
     assert found["finished by length"] + found["cancelled"] == 60
     assert found["cancelled"] > 0
     assert found["kv_cache_usage_perc"] == found["num_requests_running"] == found["num_requests_waiting"] == 0
+    metrics = urlopen(f"{url}/metrics").read().decode()
+    assert f'leank_block_bytes{{mask="{MASK.resolve()}"}}' in metrics

@@ -1,0 +1,82 @@
+"""A check of a running engine from outside the plug-in: what every worker says of its attention and of its pages.
+
+vLLM drops a plug-in that it cannot load with one line in its log, and then serves the dense model. So the question is
+not put to the plug-in but to vLLM's own state, in each process that runs a part of the model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from leank.eval.serving.layout import PageLayout
+from leank.eval.serving.settings import ServerSettings
+from leank.mask import ChannelMask
+
+WORKER = "leank.eval.serving.guard.Worker"
+PRUNED = "leank.eval.serving.backend.PrunedAttention"
+DENSE = "this server serves the dense model"
+CURE = (
+    "look for 'Failed to load plugin' in its log, install leank where vLLM is installed, and let VLLM_PLUGINS name "
+    "leank if it is set"
+)
+Report = Mapping[str, Any]
+
+
+class Worker:
+    """What vLLM adds to its workers by `worker_extension_cls`; a worker that cannot import it does not start."""
+
+    def leank_report(self) -> Report:
+        """Return the attention of this worker's layers, by class, and the bytes and tokens of a block of its cache."""
+        layers = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
+        kinds = [type(layer.impl) for layer in layers.values() if hasattr(layer, "impl")]
+        cache = self.model_runner.kv_cache_config  # type: ignore[attr-defined]
+        held = max(tensor.size for tensor in cache.kv_cache_tensors)  # each names the whole memory, which they share
+        return {
+            "attention": dict(Counter(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)),
+            "block_bytes": held // cache.num_blocks,
+            "block": max(group.kv_cache_spec.block_size for group in cache.kv_cache_groups),
+        }
+
+
+def refuse_dense(reports: Sequence[Report], settings: ServerSettings, itemsize: int) -> tuple[int, int]:
+    """Raise RuntimeError unless every layer of every worker attends over pages of the mask.
+
+    reports: one of each worker.
+    settings: of the server.
+    itemsize: bytes of a number.
+
+    Returns the bytes of a block of tokens under the mask, and of the dense model.
+    """
+    keep = ChannelMask.load(settings.mask).keep
+    for rank, report in enumerate(reports):
+        others = report["attention"].keys() - {PRUNED}
+        if others or not report["attention"]:
+            raise RuntimeError(f"{DENSE}: worker {rank} attends with {', '.join(sorted(others)) or 'nothing'}; {CURE}")
+        block, held = report["block"], report["block_bytes"]
+        wanted = PageLayout.of(keep, block, settings.sink, settings.window).page_columns * itemsize
+        if held != wanted:
+            raise RuntimeError(f"worker {rank} holds blocks of {held:,} bytes, and those of the mask have {wanted:,}")
+    return held, 2 * keep.numel() * block * itemsize
+
+
+def check(llm: Any) -> None:
+    """Raise RuntimeError unless every layer of every worker of a vllm.LLM attends over pages of a mask.
+
+    Call it where a model must be pruned, because vLLM goes on without a plug-in that it cannot load.
+
+    llm: the vllm.LLM, after its start.
+    """
+    config = llm.llm_engine.vllm_config
+    settings, extension = ServerSettings.find(config.additional_config), config.parallel_config.worker_extension_cls
+    if settings is None:
+        raise RuntimeError(
+            f"{DENSE}: no mask was given; set LEANK_MASK, or additional_config={{'leank': {{'mask': PATH}}}}"
+        )
+    if extension != WORKER:
+        why = (
+            f"worker_extension_cls is {extension}: leave it out" if extension else f"the plug-in is not loaded; {CURE}"
+        )
+        raise RuntimeError(f"{DENSE}, or cannot say: {why}")
+    refuse_dense(llm.collective_rpc("leank_report"), settings, config.model_config.dtype.itemsize)

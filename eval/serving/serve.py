@@ -1,0 +1,97 @@
+"""vLLM's own server with a mask, which starts only if every worker prunes.
+
+    leank-serve /path/to/weights --mask outputs/mine --port 8000 --max-model-len 32768
+
+MASK is a mask.safetensors, a training run's folder, a published .pth, or hf://org/name. Behind it stand the options of
+`vllm serve`. On a GPU the attention backend is chosen here. /metrics has leank_block_bytes and leank_dense_block_bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from importlib.util import find_spec
+
+from leank.cli import ending
+from leank.eval.serving.guard import WORKER, refuse_dense
+from leank.eval.serving.settings import NAMES, ServerSettings
+
+
+def main() -> None:
+    """Command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(
+        "leank-serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("model")
+    parser.add_argument("--mask", required=True)
+    parser.add_argument("--sink", help="tokens kept whole; by default that of the mask's training")
+    parser.add_argument("--window", help="the same")
+    given, options = parser.parse_known_args()
+    with ending("leank-serve", lambda: "no request is kept"):
+        if find_spec("vllm") is None:
+            raise ValueError("vLLM is not installed here; docs/serving.md says how")
+        own = {name: value for name in NAMES if (value := getattr(given, name)) is not None}
+        settings = ServerSettings.find({"leank": own})
+        assert settings is not None
+        os.environ.update(settings.export())
+        try:
+            serve(["--model", given.model, *options], settings)
+        except RuntimeError as error:
+            sys.exit(f"leank-serve: {error}")
+
+
+def serve(options: list[str], settings: ServerSettings) -> None:
+    """Run vLLM's server until it is stopped.
+
+    options: of `vllm serve`.
+
+    Raises RuntimeError if a worker does not prune, ValueError for what cannot be served.
+    """
+    import uvloop
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.platforms import current_platform
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    if current_platform.is_cuda():
+        options = [*options, "--attention-backend", "CUSTOM"]
+    args = make_arg_parser(FlexibleArgumentParser("leank-serve")).parse_args(
+        [*options, "--worker-extension-cls", WORKER]
+    )
+    validate_parsed_serve_args(args)
+    uvloop.run(_serve(args, settings))
+
+
+async def _serve(args: argparse.Namespace, settings: ServerSettings) -> None:
+    from vllm.entrypoints.launchers.api_server.entry import build_and_serve, build_async_engine_client
+    from vllm.entrypoints.launchers.launcher import setup_server
+
+    signal.signal(signal.SIGTERM, _interrupt)  # until vLLM's server has handlers of its own
+    address, socket = setup_server(args, reuse_port=False)
+    try:
+        async with build_async_engine_client(args) as client:
+            reports, dtype = await client.collective_rpc("leank_report"), client.vllm_config.model_config.dtype
+            _tell(*refuse_dense(reports, settings, dtype.itemsize), settings.mask)
+            stopped = await build_and_serve(client, address, socket, args)
+        await stopped
+    finally:
+        socket.close()
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _tell(block_bytes: int, dense: int, mask: str) -> None:
+    """Put the bytes of a block of tokens among the server's metrics."""
+    from prometheus_client import Gauge
+
+    Gauge("leank_block_bytes", "Bytes of a block of tokens under the mask.", ["mask"]).labels(mask).set(block_bytes)
+    Gauge("leank_dense_block_bytes", "Bytes of a block of tokens of the dense model.").set(dense)
+
+
+if __name__ == "__main__":
+    main()
