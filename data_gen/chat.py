@@ -10,6 +10,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Protocol
 
+from leank.errors import in_one_line
+
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
@@ -37,13 +39,17 @@ class Asks(Protocol):
 def template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """Return the text of the chat template before a user's turn, and the text from there to the reply.
 
-    Raises ValueError if the tokenizer has no chat template, or if the template changes the turn.
+    Raises ValueError if the tokenizer has no chat template, or if the template fails or changes the turn.
     """
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"tokenizer={name!r} has no chat template; set chat=False, or set its chat_template")
     turns = [{"role": "user", "content": _MARK}]
-    text = rendered(tokenizer, turns)
+    try:
+        text = rendered(tokenizer, turns)
+    except Exception as error:  # a template is a program
+        said = f"{type(error).__name__}: {in_one_line(str(error))[:200]}"
+        raise ValueError(f"tokenizer={name!r}: its chat template fails ({said}); set chat=False") from error
     if text.count(_MARK) != 1:
         raise ValueError(f"tokenizer={name!r}: its chat template does not show the user's turn once; set chat=False")
     before, after = text.split(_MARK)

@@ -114,6 +114,9 @@ def load_config(name: str, overrides: Mapping[str, object] | None = None) -> Pre
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(_missing(name, error)) from error
+    except Exception as error:  # transformers has checks of its own, whose errors have no kind in common
+        said = f"model.name={name!r} has a config that cannot be read ({_kind(error)})"
+        raise ValueError(f"{said}; copy it again") from error
     known = [*config.to_dict(), *config.attribute_map]
     refuse_unknown(overrides or {}, known, "model.overrides.")
     for key, value in (overrides or {}).items():
@@ -128,6 +131,11 @@ def load_config(name: str, overrides: Mapping[str, object] | None = None) -> Pre
         except Exception as error:  # transformers has checks of its own, whose errors have no kind in common
             raise BadConfig(f"model.overrides.{key}={shown(value)} cannot work: {in_one_line(str(error))}") from error
     return config
+
+
+def _kind(error: Exception) -> str:
+    """Return the kind of an error of transformers, and what it says, in one line."""
+    return f"{type(error).__name__}: {in_one_line(str(error))[:200]}"
 
 
 def _changed_rope(before: Mapping[str, object], given: object, where: str) -> dict[str, object]:
@@ -156,12 +164,17 @@ def _same_kind(before: object, value: object) -> bool:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer; raise FileNotFoundError if there is none."""
+    """Load the model's tokenizer; raise FileNotFoundError if there is none, ValueError for a damaged one."""
     folder = resolve(name)
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        found = AutoTokenizer.from_pretrained(folder)
+        found("a")  # a wrong model_max_length shows here
     except (OSError, ValueError) as error:
         raise FileNotFoundError(_missing(name, error)) from error
+    except Exception as error:  # the tokenizers library raises Exception itself
+        said = f"model.name={name!r} has a tokenizer that cannot be read ({_kind(error)})"
+        raise ValueError(f"{said}; copy its files again") from error
+    return found
 
 
 def torch_dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -227,18 +240,17 @@ def _weights(
         )  # fmt: skip
     except OSError as error:
         raise FileNotFoundError(_missing(name, error)) from error
-    except ValueError as error:
-        if "attention implementation" not in str(error):
-            raise
-        raise ValueError(
-            f"model.name={name!r} cannot be used: transformers has no attention={attention} for {config.model_type}, "
-            "whose logits of attention are soft-capped or have sinks; choose another model"
-        ) from error
     except Exception as error:  # of a class of transformers, which may do anything with a value
-        if not overrides or out_of_memory(error):
+        if out_of_memory(error):
             raise
-        said = f"{type(error).__name__}: {in_one_line(str(error))[:200]}"
-        raise BadConfig(f"model.overrides={shown(dict(overrides))} cannot work: {said}") from error
+        if isinstance(error, ValueError) and "attention implementation" in str(error):
+            raise ValueError(
+                f"model.name={name!r} cannot be used: transformers has no attention={attention} for "
+                f"{config.model_type}, whose logits of attention are soft-capped or have sinks; choose another model"
+            ) from error
+        if overrides:
+            raise BadConfig(f"model.overrides={shown(dict(overrides))} cannot work: {_kind(error)}") from error
+        raise ValueError(f"model.name={name!r} cannot be loaded ({_kind(error)}); copy its files again") from error
     assert isinstance(loaded, tuple)  # transformers types it as the model alone
     model, report = loaded
     made_up = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}

@@ -104,6 +104,9 @@ def refusal(error: Exception) -> str:
             "such as 'name=\"a b\"'"
         )
     said = in_one_line(ADVICE.split(str(error))[0]).removesuffix(".")
+    if said.startswith("Config group override must be"):  # Hydra names neither the group nor its value
+        given = [one for one in sys.argv[1:] if _options(one.lstrip("+").partition("=")[0])]
+        said = f"{' '.join(given)}: a group takes the name of a file ({said})"
     if isinstance(error.__cause__, ValidationError):
         said += f": {str(error.__cause__).splitlines()[0]}"
     if near := _meant(error):

@@ -60,10 +60,15 @@ def write_folder(folder: Path, metadata: Mapping[str, object], facts: Mapping[st
     metadata: of the mask.
     facts: shape, kept channels and doubts of the mask, for the card.
     source: what generate.py reads the mask from, as `compressed_cache` takes it; None lets its caller give it.
+
+    Raises ValueError for a source that no repository can have as its name: the card has code with it.
     """
+    from huggingface_hub.utils import validate_repo_id
     from jinja2 import Environment
 
-    template = Environment(trim_blocks=True, lstrip_blocks=True).from_string(
+    if source is not None:
+        validate_repo_id(source.removeprefix(PREFIX))
+    template = Environment(trim_blocks=True, lstrip_blocks=True, autoescape=True).from_string(
         files("leank").joinpath("card.md.jinja").read_text(encoding="utf-8")
     )
     name = (source or "hf://ORG/NAME").removeprefix(PREFIX)

@@ -14,15 +14,19 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
+from annotated_types import Len
+from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError, with_config
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from leank import hub
 from leank.data_gen.amount import amount
 from leank.shape import architecture, kv_shape
 from leank.tensor_files import DamagedFile, read_checkpoint, read_tensors, write_tensors
+from leank.typed import Count, Positive, shown
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedConfig
@@ -30,6 +34,25 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 ROUNDINGS = ("nearest", "floor", "exact", "official")
 FORMAT = "leank-channel-mask-1"
 OFF = 0.02  # share of all channels by which a mask may miss its ratio without a warning
+Line = Annotated[str, StringConstraints(pattern=r"^[^\p{Cc}\p{Zl}\p{Zp}]*$")]
+
+
+@with_config(ConfigDict(strict=True, extra="allow"))
+class _Metadata(TypedDict, total=False):
+    """What caches, servers and cards read of a mask's metadata; the rest may hold anything."""
+
+    model: Line | None
+    architecture: Line | None
+    ratio: float
+    sink: Count
+    window: Positive
+    lengths: Annotated[Sequence[Count], Len(2, 2)]
+    seed: int
+    heldout: dict[Line, Annotated[Sequence[float], Len(3, 3)]]
+    doubts: Sequence[Line]
+
+
+_METADATA = TypeAdapter(_Metadata)
 
 
 class ChannelMask:
@@ -48,7 +71,7 @@ class ChannelMask:
     def __init__(
         self, keep: Tensor, metadata: Mapping[str, object] | None = None, mean_keys: Tensor | None = None
     ) -> None:
-        """Raise ValueError unless `keep` is a bool tensor of three dimensions, none empty, and the means fit it."""
+        """Raise ValueError for a `keep` of another type or shape, an empty one, or means or metadata that cannot be."""
         if keep.dtype != torch.bool or keep.dim() != 3 or keep.numel() == 0:
             raise ValueError(
                 f"keep is {keep.dtype} {list(keep.shape)}; give a bool tensor [layers, kv_heads, head_dim]: of scores, "
@@ -56,6 +79,15 @@ class ChannelMask:
             )
         self.keep = keep.detach().cpu().clone(memory_format=torch.contiguous_format)
         self.metadata = dict(metadata or {})
+        try:
+            _METADATA.validate_python(self.metadata)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = str(first["loc"][0])
+            raise ValueError(
+                f"metadata: {name}={shown(self.metadata[name])} is not what training writes ({first['msg']}); take "
+                f"{name} out, or train again"
+            ) from None
         if mean_keys is not None:
             if mean_keys.dtype != torch.float32 or mean_keys.shape != keep.shape:
                 found = f"{mean_keys.dtype} {list(mean_keys.shape)}"
@@ -135,6 +167,7 @@ class ChannelMask:
         except DamagedFile as error:
             raise ValueError(f"mask={error}") from error
         plain = isinstance(values, Tensor) and values.layout == torch.strided and not values.is_meta
+        plain = plain and not values.is_quantized and not values.is_nested and values.is_contiguous() and values.numel()
         if not plain or values.dim() != 3 or not ((values == 0) | (values == 1)).all():
             raise ValueError(f"mask={path} must hold one tensor [layers, kv_heads, head_dim] of zeros and ones")
         return cls(values.bool(), {"source": Path(path).name})._doubted(path)
@@ -226,7 +259,7 @@ class ChannelMask:
         (StreamingLLM). If it misses its ratio, `pruning_ratio` is still the share that it prunes.
         """
         ratio, told = self.metadata.get("ratio"), self.metadata.get("doubts")
-        said = [text for text in told if isinstance(text, str)] if isinstance(told, list) else []
+        said = list(map(str, told)) if isinstance(told, Sequence) else []
         if not self.keep.any():
             said.append("all heads are empty, so that every middle token is dropped; train with a lower ratio or align")
         if isinstance(ratio, int | float) and 0 <= ratio <= 1 and abs(self.pruning_ratio - ratio) > OFF:

@@ -20,7 +20,7 @@ from torch import Tensor
 from leank.backbone import Backbone
 from leank.errors import out_of_memory
 from leank.mask import refuse_not_finite
-from leank.tensor_files import read_checkpoint, write_checkpoint
+from leank.tensor_files import DamagedFile, read_checkpoint, write_checkpoint
 from leank.typed import BadConfig
 from leank_train.data import HELD_OUT, Batch, RetrievalData, collate
 from leank_train.forward.branching import prefill
@@ -29,7 +29,7 @@ from leank_train.run_folder import Run
 from leank_train.running import parallel
 from leank_train.running.preempt import SaveOnSignal, Signals
 from leank_train.running.progress import StageProgress
-from leank_train.running.recorder import AtomicCheckpointIO, Recorder
+from leank_train.running.recorder import AtomicCheckpointIO, Recorder, check_origin
 from leank_train.settings import RunConfig
 from leank_train.stages import Stage, StageConfig
 
@@ -174,6 +174,7 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
     config, recorder = current.config, Recorder(stage.config.steps // 20)
     folder = current.out / "checkpoints" / name
     done, last = folder / "done.ckpt", folder / "last.ckpt"
+    of = [name, current.fingerprint]
     stopper = EarlyStop(stage.config)
     trainer = stage_trainer(current, stage, recorder, name, logger, signals, stopper)
     finished = done.exists()
@@ -181,11 +182,15 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
     if finished:
         cure = f"remove it, and the stage goes on from {last.name}"
         state = read_checkpoint(done, cure)
-        if state.get("of") != [name, current.fingerprint]:
-            raise BadConfig(f"{done} is of another stage or of another config; {cure}")
+        check_origin(state, of, done, cure)
+        try:
+            if state["alpha"].shape != stage.alpha.shape:
+                raise ValueError(f"scores of the shape {list(state['alpha'].shape)}")
+            recorder.load_state_dict(state["record"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedFile(done, f"it holds what no stage leaves ({error!r})", cure) from error
         refuse_not_finite(state["alpha"], cure, str(done))
         stage.alpha.data.copy_(state["alpha"])
-        recorder.load_state_dict(state["record"])
         return recorder
     if stage.config.steps:
         data = config.data
@@ -208,7 +213,7 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
     stage.finish()
     if trainer.is_global_zero:
         state = {
-            "of": [name, current.fingerprint],
+            "of": of,
             "alpha": stage.alpha.detach().cpu(),
             "record": recorder.state_dict(),
         }
@@ -235,7 +240,7 @@ def stage_trainer(
         max_epochs=-1,
         logger=logger or False,
         default_root_dir=str(current.out),
-        plugins=[AtomicCheckpointIO()],
+        plugins=[AtomicCheckpointIO([name, current.fingerprint])],
         callbacks=[
             recorder,
             StageProgress(name),

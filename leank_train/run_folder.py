@@ -103,7 +103,7 @@ def check_folder(run: Run, given: dict[str, object]) -> None:
     )
     try:
         earlier = dict(json.loads((out / INPUTS).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         raise BadConfig(f"{out / INPUTS} is missing or damaged; set hydra.run.dir to a new folder") from None
     trained = (out / "checkpoints" / "stage2" / "done.ckpt").exists()  # and so takes no more documents
     for name, now in given.items():

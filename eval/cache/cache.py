@@ -201,7 +201,10 @@ class CompressedCache(Cache):
         found = Saved(path)
         means = mask.mean_keys if isinstance(mask, ChannelMask) else None
         found.check(model, None if mask is None else layer_masks(mask), means)
-        cache = compressed_cache(model, found.middles, **asdict(found.header.sizes), backend=backend)
+        try:
+            cache = compressed_cache(model, found.middles, **asdict(found.header.sizes), backend=backend)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
         found.fill(cache.layers, model)
         return cache
 

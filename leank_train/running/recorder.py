@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,33 @@ from torch.serialization import MAP_LOCATION
 
 from leank.files import write_bytes
 from leank.mask import refuse_not_finite
-from leank.tensor_files import read_checkpoint, write_checkpoint
+from leank.tensor_files import DamagedFile, read_checkpoint, write_checkpoint
+from leank.typed import BadConfig
 
 BINS = 50  # of the histograms of alpha
 PREVIOUS = "previous.ckpt"
+PARTS = {"state_dict": dict, "loops": dict, "optimizer_states": list, "callbacks": dict,
+         "pytorch-lightning_version": str}  # of a checkpoint; Lightning begins at step 0 without "loops"  # fmt: skip
+
+
+def check_origin(state: object, of: list[str], path: str | Path, cure: str) -> None:
+    """Raise BadConfig for a checkpoint of another stage or config, which a user may have copied.
+
+    of: see `AtomicCheckpointIO`.
+    """
+    if not isinstance(state, dict) or state.get("of") != of:
+        raise BadConfig(f"{path} is of another stage or of another config; {cure}")
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Checkpoints that appear whole or not at all; the one before the last is kept as `PREVIOUS`."""
+    """Checkpoints that appear whole or not at all; the one before the last is kept as `PREVIOUS`.
+
+    of: the stage and the config's fingerprint, which every checkpoint names.
+    """
+
+    def __init__(self, of: Sequence[str]) -> None:
+        super().__init__()
+        self.of = list(of)
 
     def save_checkpoint(
         self, checkpoint: Mapping[str, object], path: str | Path, storage_options: object = None
@@ -31,19 +50,24 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         last = Path(path)
         if last.exists():
             write_bytes(last.with_name(PREVIOUS), last.read_bytes())
-        write_checkpoint(last, checkpoint)
+        write_checkpoint(last, {**checkpoint, "of": self.of})
 
     def load_checkpoint(
         self, path: str | Path, map_location: MAP_LOCATION = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint without unpickling anything, whatever `weights_only` says.
 
-        Raises DamagedFile, or ValueError for scores that are not finite; both say how to go on.
+        Raises DamagedFile, or ValueError for a checkpoint of another stage or config and for scores that are not
+        finite; all say how to go on.
         """
         cure = "remove it to start the stage anew"
         if (previous := Path(path).with_name(PREVIOUS)).exists():
             cure = f"copy {previous} over it to go on from the checkpoint before, or {cure}"
         found = read_checkpoint(path, cure, map_location)
+        check_origin(found, self.of, path, cure)
+        for key, kind in PARTS.items():
+            if not isinstance(found.get(key), kind):
+                raise DamagedFile(path, f"it has no {key}", cure)
         refuse_not_finite(found["state_dict"]["alpha"], cure, str(path))
         return found
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -73,6 +74,25 @@ def test_any_override_answers_in_one_line_or_loads(model_folder, data):
     except (ValueError, FileNotFoundError) as error:
         said = str(error)
     assert len(said.splitlines()) <= 1, said
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("config.json", {"num_hidden_layers": "x"}, r"has a config that cannot be read \(Strict.*; copy it again"),
+        ("config.json", {"num_attention_heads": 0}, "has a config that cannot be read"),
+        ("config.json", {"hidden_act": "x"}, r"cannot be loaded \(KeyError: 'x'\); copy its files again"),
+        ("tokenizer.json", {"model": {}}, "has a tokenizer that cannot be read .*; copy its files again"),
+        ("tokenizer_config.json", {"model_max_length": "x"}, "has a tokenizer that cannot be read"),
+        ("tokenizer_config.json", {"chat_template": "{{ 1/0 }}"}, "its chat template fails .*; set chat=False"),
+    ],
+)
+def test_a_damaged_folder_is_refused_in_one_line(model_folder, tmp_path, file, change, message):
+    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | change))
+    with pytest.raises(ValueError, match=message) as error:
+        backbone.load(str(tmp_path))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

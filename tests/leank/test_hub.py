@@ -69,7 +69,7 @@ def test_what_is_pushed_is_read_again(mask, tmp_path):
     for name in ("org/none", "org/mask@nowhere", "not a name", "a/b/c"):
         assert "the hub gave no mask.safetensors" in found[name]
         assert "\n" not in found[name]
-    assert found["refused"].startswith("the hub does not take not a name")
+    assert re.match("Repo id must .*'not a name'", found["refused"])
 
 
 def test_the_card_says_what_the_mask_is(mask, tmp_path):
@@ -81,6 +81,11 @@ def test_the_card_says_what_the_mask_is(mask, tmp_path):
         "held-out tasks | 0.0100 nats a token [0.0080", 'from_pretrained("org/mask")',
     ):  # fmt: skip
         assert text in card
+    odd = ChannelMask(mask.keep, {"model": "<script>{{ 7 * 7 }}"})
+    odd.save_pretrained(tmp_path / "odd")
+    assert "| model | &lt;script&gt;{{ 7 * 7 }} |" in (tmp_path / "odd" / "README.md").read_text()
+    with pytest.raises(ValueError, match="Repo id must"):
+        odd.save_pretrained(tmp_path / "odd", 'x")\nimport os')
     bare = ChannelMask(mask.keep)
     bare.save_pretrained(tmp_path / "bare")
     assert "| model | unknown |" in (tmp_path / "bare" / "README.md").read_text()

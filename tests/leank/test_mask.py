@@ -1,5 +1,6 @@
 """ChannelMask: top-s% with alignment, files, and the two masks published with the paper."""
 
+import json
 import math
 import warnings
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from leank.eval.cache.storage.channels import layer_masks
 from leank.eval.methods.channels.leank import LeanK
-from leank.mask import ROUNDINGS, ChannelMask, check_ratio
+from leank.mask import FORMAT, ROUNDINGS, ChannelMask, check_ratio
 from leank.tensor_files import write_tensors
 from tests import ROOT
 
@@ -207,6 +208,23 @@ def test_settings_of_numpys_types_are_saved_as_plain_numbers(tmp_path, kind):
     assert (tmp_path / "mask.safetensors").read_bytes() == (tmp_path / "plain.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"model": 3}, {"model": "a\n# b"}, {"sink": None}, {"sink": "16"}, {"window": -1}, {"lengths": [1]},
+     {"seed": "x"}, {"ratio": True}, {"doubts": "no"}, {"doubts": ["a\nb"]}, {"architecture": ["x"]},
+     {"heldout": [0.1]}, {"heldout": {"text": 5}}, {"heldout": {"text": ["x", None, {}]}},
+     {"heldout": {"a\nb": [0.1, 0.0, 0.2]}}],
+    ids=str,
+)  # fmt: skip
+def test_metadata_that_no_training_writes_is_refused_by_name(change, tmp_path):
+    file, (name,) = tmp_path / "mask.safetensors", change
+    header = {"format": FORMAT, "metadata": json.dumps(change)}
+    write_tensors(file, {"keep": torch.ones(1, 1, 4, dtype=torch.bool)}, header)
+    with pytest.raises(ValueError, match=f"^mask={file}: metadata: {name}=.*; take {name} out, or train") as error:
+        ChannelMask.load(file)
+    assert "\n" not in str(error.value)
+
+
 def test_the_folder_of_a_training_run_is_its_mask(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"is a folder without mask\.safetensors; give that of a training run"):
         ChannelMask.load(tmp_path)
@@ -224,7 +242,9 @@ def test_files_that_are_no_masks(tmp_path):
     with pytest.raises(ValueError, match="copy it again, or train again"):
         ChannelMask.load(tmp_path / "other.pt")
     ones = torch.ones(2, 2, 4)
-    for other in (ones[0], ones.to_sparse(), ones.to("meta"), 2 * ones, {"mask": ones}):
+    quantised = torch.quantize_per_tensor(ones, 1.0, 0, torch.qint8)
+    plain = (ones[0], ones.to_sparse(), ones.to("meta"), 2 * ones, {"mask": ones}, quantised, ones[:0])
+    for other in (*plain, ones[:1, :1].expand(999, 999, 4)):
         torch.save(other, tmp_path / "other.pth")
         with pytest.raises(ValueError, match=r"other\.pth must hold one tensor .* of zeros and ones"):
             ChannelMask.from_official(tmp_path / "other.pth")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from leank.data_gen import haystack
 from leank.files import Lock
 from leank.mask import ChannelMask
+from leank.tensor_files import read_checkpoint, write_checkpoint
 from leank.typed import BadConfig
 from leank_train import run_folder
 from leank_train.running import parallel
@@ -82,11 +83,24 @@ def test_a_damaged_done_checkpoint_is_made_again_from_the_last(model_folder, who
     assert (tmp_path / "alpha.safetensors").read_bytes() == (whole / "alpha.safetensors").read_bytes()
 
 
-def test_a_done_checkpoint_of_another_stage_is_refused(model_folder, whole, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "spoil", "said"),
+    [
+        ("done", {"of": ["stage1", "x"]}, "is of another stage or of another config; remove it, and the stage"),
+        ("done", {"alpha": torch.ones(1)}, r"holds what no stage leaves .*shape \[1\].*; remove it"),
+        ("done", {"alpha": "x"}, "holds what no stage leaves"),
+        ("done", {"record": {}}, r"holds what no stage leaves \(KeyError\('steps'\)\)"),
+        ("last", {"of": ["stage1", "x"]}, "is of another stage or of another config; remove it to start the stage"),
+        ("last", {"loops": None}, "is damaged or cut off: it has no loops; remove it to start the stage"),
+    ],
+)
+def test_a_checkpoint_that_the_stage_did_not_leave_is_refused(model_folder, whole, tmp_path, name, spoil, said):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
-    first, second = (tmp_path / f"checkpoints/stage{n}/done.ckpt" for n in (1, 2))
-    shutil.copy(first, second)
-    with pytest.raises(BadConfig, match=f"{second} is of another stage or of another config; remove it, and the stage"):
+    file = tmp_path / f"checkpoints/stage2/{name}.ckpt"
+    write_checkpoint(file, read_checkpoint(file, "") | spoil)
+    if name == "last":
+        file.with_name("done.ckpt").unlink()
+    with pytest.raises(ValueError, match=f"{file} .*{said}"):
         run(settings(model_folder, *SHORT), tmp_path)
 
 
