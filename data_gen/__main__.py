@@ -21,20 +21,34 @@ from typing import TYPE_CHECKING
 from leank.cli import again, ending
 from leank.data_gen.amount import amount
 from leank.data_gen.chat import template_tokens
-from leank.data_gen.haystack import SPLITS
-from leank.data_gen.request import Request
+from leank.data_gen.haystack import SPLITS, known_by
+from leank.data_gen.request import LONGEST, Request
 from leank.data_gen.sample import Sample
 from leank.data_gen.tasks import TASKS, task
 from leank.data_gen.tokens import TokenCounter
 from leank.errors import in_one_line
 from leank.shipped import resolve
+from leank.typed import LARGEST
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
+WITH_DATA = "qa_1", "qa_2", "cwe"  # tasks that read a file of their own
+
 
 def rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sample]:
-    """Yield the samples of the task, one document after the other."""
+    """Yield the samples of the task, one document after the other.
+
+    Raises ValueError or FileNotFoundError for what no task takes, also where this one would not look at it.
+    """
+    for name, least, most in (("count", 1, LONGEST), ("start", 0, LARGEST)):
+        if not least <= getattr(args, name) <= most:
+            raise ValueError(f"{name}={getattr(args, name)} is not in {least} to {most}")
+    if args.data is not None and args.task not in WITH_DATA:
+        raise ValueError(
+            f"data={args.data!r} is of no use to task {args.task!r}; leave it out, or take {', '.join(WITH_DATA)}"
+        )
+    known_by(args.essays)
     counter = TokenCounter(tokenizer)
     reserve = template_tokens(tokenizer) if args.chat else 0
     for index in range(args.start, args.start + args.count):

@@ -113,7 +113,7 @@ def _read(path: str | None) -> str:
     source = Path(path)
     if source.is_dir():
         return "\n".join(read_text(f) for f in sorted(source.glob("*.txt")))
-    if not source.exists():
+    if not source.is_file():
         raise FileNotFoundError(
             f"essays={path!r} does not exist; give a .txt, .txt.gz or RULER .json file, a folder of .txt files, "
             "or leave it out for the shipped text"

@@ -27,8 +27,9 @@ from leank.errors import in_one_line, out_of_memory
 from leank.model_folder import check_folder
 from leank.shape import DecoderShape, check_decoder, kv_shape
 from leank.shipped import NAMED, resolve
-from leank.typed import BadConfig, Checked, OneOf, refuse_unknown, shown
+from leank.typed import LARGEST, BadConfig, Checked, OneOf, refuse_unknown, shown
 
+MOST_LAYERS = 4096  # no model has more, and transformers would build them for hours
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -115,7 +116,7 @@ def load_config(name: str, overrides: Mapping[str, object] | None = None) -> Pre
     except (OSError, ValueError) as error:
         raise FileNotFoundError(_missing(name, error)) from error
     except Exception as error:  # transformers has checks of its own, whose errors have no kind in common
-        said = f"model.name={name!r} has a config that cannot be read ({_kind(error)})"
+        said = f"model.name={name!r} has a config that cannot be read ({said_by(error)})"
         raise ValueError(f"{said}; copy it again") from error
     known = [*config.to_dict(), *config.attribute_map]
     refuse_unknown(overrides or {}, known, "model.overrides.")
@@ -130,10 +131,15 @@ def load_config(name: str, overrides: Mapping[str, object] | None = None) -> Pre
             setattr(config, key, value)
         except Exception as error:  # transformers has checks of its own, whose errors have no kind in common
             raise BadConfig(f"model.overrides.{key}={shown(value)} cannot work: {in_one_line(str(error))}") from error
+    text = config.get_text_config(decoder=True)
+    for key, most in (("num_hidden_layers", MOST_LAYERS), ("max_position_embeddings", LARGEST)):
+        number = getattr(text, key, None)
+        if isinstance(number, int) and not 1 <= number <= most:
+            raise BadConfig(f"model.name={name!r}: {key}={number} of its config is not in 1 to {most}; copy it again")
     return config
 
 
-def _kind(error: Exception) -> str:
+def said_by(error: Exception) -> str:
     """Return the kind of an error of transformers, and what it says, in one line."""
     return f"{type(error).__name__}: {in_one_line(str(error))[:200]}"
 
@@ -172,7 +178,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         raise FileNotFoundError(_missing(name, error)) from error
     except Exception as error:  # the tokenizers library raises Exception itself
-        said = f"model.name={name!r} has a tokenizer that cannot be read ({_kind(error)})"
+        said = f"model.name={name!r} has a tokenizer that cannot be read ({said_by(error)})"
         raise ValueError(f"{said}; copy its files again") from error
     return found
 
@@ -249,8 +255,8 @@ def _weights(
                 f"{config.model_type}, whose logits of attention are soft-capped or have sinks; choose another model"
             ) from error
         if overrides:
-            raise BadConfig(f"model.overrides={shown(dict(overrides))} cannot work: {_kind(error)}") from error
-        raise ValueError(f"model.name={name!r} cannot be loaded ({_kind(error)}); copy its files again") from error
+            raise BadConfig(f"model.overrides={shown(dict(overrides))} cannot work: {said_by(error)}") from error
+        raise ValueError(f"model.name={name!r} cannot be loaded ({said_by(error)}); copy its files again") from error
     assert isinstance(loaded, tuple)  # transformers types it as the model alone
     model, report = loaded
     made_up = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}

@@ -87,7 +87,7 @@ def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
     os.environ.setdefault(FULL, "1")
     try:
         main()
-    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         if asked:
             raise
         sys.exit(f"{command}: {refusal(error)}{hint}")

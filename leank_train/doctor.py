@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from leank.backbone import load_config
+from leank.backbone import load_config, said_by
 from leank.cli import ending
 from leank.errors import in_one_line
 from leank.eval.cache import compressed_cache
@@ -72,7 +72,7 @@ def answers(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
             with warnings.catch_warnings(record=True) as said:
                 ask()
             yield question, "; ".join(["yes", *(in_one_line(str(one.message)) for one in said)])
-        except ValueError as error:
+        except (ValueError, AttributeError) as error:  # AttributeError: a config that contradicts itself
             yield question, f"no: {in_one_line(str(error))}"
             if question == "cache":
                 return
@@ -117,7 +117,7 @@ def gains(config: PreTrainedConfig, weights: int, lengths: Sequence[int], batche
 def commands(name: str, config: PreTrainedConfig) -> list[str]:
     """Return the command lines that try a training, train, and check a mask, with settings that fit the model."""
     (sink, window), longest = sizes(config), min(positions(config), 98304)
-    align = next(r for r in (32, 16, 8, 4, 2, 1) if kv_shape(config).head_dim % (4 * r) == 0)
+    align = next(r for r in (32, 16, 8, 4, 2, 1) if kv_shape(config).head_dim % (4 * r) == 0 or r == 1)
     middle = f"pruning.sink={sink} pruning.window={window} pruning.align={align}"
     short = 2 * (sink + window)
     train = f"python -m leank_train model.name={name} data=mixed {middle} logger=none"
@@ -140,8 +140,12 @@ def examine(name: str, lengths: Sequence[int], batches: Sequence[int]) -> str:
     Raises FileNotFoundError without a config, ValueError for one that is damaged.
     """
     config = load_config(name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # of a class of transformers, which may do anything with a value
+        said = f"model.name={name!r} has a config that no decoder of transformers takes ({said_by(error)})"
+        raise ValueError(f"{said}; choose a decoder such as Llama, or copy it again") from error
     numbers = sum(p.numel() for p in model.parameters())
     table = model.get_input_embeddings().weight
     tied = model.get_output_embeddings() is None or model.get_output_embeddings().weight is table
@@ -159,7 +163,9 @@ def examine(name: str, lengths: Sequence[int], batches: Sequence[int]) -> str:
         " fast\na step of so many texts can be. A head that a mask empties drops V, too, and holds less than this.\n",
         gains(config, read, lengths, batches).to_string(index=False),
     ]
-    if found["training"].startswith("yes"):
+    if found["training"].startswith("yes") and positions(config) < 4 * (sink + window):
+        lines.append(f"\n{positions(config):,} positions are too few to train with this sink and window.")
+    elif found["training"].startswith("yes"):
         lines += ["\nTry, train, and check (docs/own_model.md):", *(f"    {line}" for line in commands(name, config))]
     return "\n".join(lines)
 

@@ -25,6 +25,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--revision", help="a branch")
     parser.add_argument("--folder", help="writes the repository's files there, and puts nothing on the hub")
     given = parser.parse_args(arguments)
+    if given.folder == "":  # a variable of the shell that is not set; it would write here
+        parser.error("--folder is empty; name a folder")
     with ending("leank_train share"):
         mask = ChannelMask.load(given.mask)
         if given.folder is None:

@@ -52,6 +52,7 @@ def test_hydra_s_message_is_one_line(monkeypatch):
         ("model=reference_", r"Could not find 'model/reference_' Available options .* \(did you mean reference\?\)$"),
         ("cache.zzz=1", r"Could not override 'cache\.zzz': there is no cache\.zzz; \+cache\.zzz=VALUE adds one$"),
         ("qqqqqqq=1", "Could not override 'qqqqqqq'$"),
+        ("model=3", r"a group takes the name of a file \(Config group override must be .* Got int\)$"),
         ("experiment=reference_ruler", r"use \+experiment=reference_ruler$"),
         ("name=a=b", r"'name=a=b' cannot be read; a value with .* needs quotes of its own, such as 'name=\"a b\"'$"),
         ("name=🙂\n", r"'name=🙂\\n' cannot be read"),
@@ -60,7 +61,7 @@ def test_hydra_s_message_is_one_line(monkeypatch):
     ],
 )
 def test_what_may_be_meant(override, said):
-    with pytest.raises(HydraException) as caught, initialize_config_module("leank.conf.eval", version_base="1.3"):
+    with pytest.raises((HydraException, ValueError)) as caught, initialize_config_module("leank.conf.eval", version_base="1.3"):
         compose("eval", overrides=[override], return_hydra_config=True)
     assert re.search(said, refusal(caught.value))
 

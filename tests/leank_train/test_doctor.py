@@ -1,5 +1,6 @@
 """python -m leank_train doctor: it says of every family what the tests of families find, and no weights are needed."""
 
+import json
 import re
 import shlex
 
@@ -24,7 +25,7 @@ def test_every_family_gets_the_answers_of_its_tests(name, tmp_path):
     assert re.search(r"^cache +yes", text, re.MULTILINE)
     wanted = f"no: .*{UNTRAINED[name]}" if name in UNTRAINED else "yes"
     assert re.search(rf"^training +{wanted}", text, re.MULTILINE)
-    assert ("leank_train model.name" in text) == (name not in UNTRAINED)
+    assert text.endswith("512 positions are too few to train with this sink and window.") == (name not in UNTRAINED)
 
 
 def test_what_is_served_is_full_attention():
@@ -53,6 +54,22 @@ def test_the_commands_fit_the_model(name):
         assert program == "leank_train"
         check(training(*overrides))
     assert evaluation(*shlex.split(evaluates)[3:])["benchmark"]["name"] == "text"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_act": "x"}, r"has a config that no decoder of transformers takes \(KeyError: 'x'\); choose"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers=1000000 of its config is not in 1 to 4096"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings=-1 of its config is not in"),
+    ],
+)
+def test_a_config_that_no_model_has_is_refused_by_name(change, said, tmp_path):
+    build("llama").config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=f"^model.name='{tmp_path}'.*{said}"):
+        doctor.examine(str(tmp_path), (), (1,))
 
 
 def test_a_mistake_is_one_line(capsys):
