@@ -66,7 +66,7 @@ def trainable(model: PreTrainedModel) -> None:
 
 def answers(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """Yield what is possible with a model on the meta device: the question, and yes or the reason why not."""
-    config = model.config
+    config = model.config.get_text_config(decoder=True)
     for question, ask in (("cache", lambda: compressed_cache(model, None)), ("training", lambda: trainable(model))):
         try:
             with warnings.catch_warnings(record=True) as said:
