@@ -1,1 +1,1 @@
-"""Settings: train and eval are Hydra's for one command, shared for both; method has presets, papers the papers' items."""
+"""Settings: train and eval are of one Hydra command each, shared of both; method has presets, papers the papers' items."""
