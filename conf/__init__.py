@@ -1,1 +1,1 @@
-"""Settings: train and eval are of one Hydra command each, shared of both; method has presets, papers the papers' items."""
+"""Settings: Hydra has train and eval, with shared for both; method holds presets, papers the items of the papers."""
