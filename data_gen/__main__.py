@@ -1,6 +1,6 @@
 """Write samples of a task to a file.
 
-    python -m data_gen --task niah_multivalue --length 4096 --count 100 --tokenizer reference --out samples.jsonl
+    python -m leank.data_gen --task niah_multivalue --length 4096 --count 100 --tokenizer reference --out samples.jsonl
 
 --out FILE.jsonl writes one sample per line; any other name writes a `datasets.Dataset` folder.
 """
@@ -85,7 +85,7 @@ def write(samples: Iterator[Sample], out: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line of the module's docstring."""
     args = arguments(argv)
-    with ending("data_gen", lambda: f"{args.out} is as it was; again: {again('data_gen')}"):
+    with ending("data_gen", lambda: f"{args.out} is as it was; again: {again('leank.data_gen')}"):
         write(rows(args, load_tokenizer(args.tokenizer)), args.out)
     print(f"wrote {amount(args.count, 'document')} of {args.task} at {args.length} tokens to {args.out}")
 
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line; exit with one line for what cannot be."""
     parser = argparse.ArgumentParser(
-        prog="python -m data_gen", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m leank.data_gen", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--task", required=True, choices=sorted(TASKS), metavar="TASK", help=", ".join(TASKS))
     parser.add_argument("--length", type=int, default=4096, help="tokens of prompt and answer (default 4096)")

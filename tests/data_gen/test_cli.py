@@ -1,4 +1,4 @@
-"""`python -m data_gen` writes JSONL and datasets.Dataset, whole or not at all."""
+"""`python -m leank.data_gen` writes JSONL and datasets.Dataset, whole or not at all."""
 
 import json
 import re
