@@ -31,7 +31,7 @@ demo: $(VENV)/base
 	@echo "1 of 2: learn a mask that prunes 70% of the K channels, and validate it. A few minutes on two cores."
 	@$(BIN)/python -m leank_train +experiment=reference_demo logger=none hydra.run.dir=$(OUT)
 	@echo "2 of 2: compare it with the dense cache and a training-free mask on RULER, 1,024 tokens. About a minute."
-	@$(BIN)/python -m eval +experiment=reference_ruler mask=$(OUT)/mask.safetensors hydra.run.dir=$(OUT)/eval \
+	@$(BIN)/python -m leank.eval +experiment=reference_ruler mask=$(OUT)/mask.safetensors hydra.run.dir=$(OUT)/eval \
 		benchmark.lengths=[1024]
 	@sed -n '/^## By length/,/^## 1024/p' $(OUT)/eval/summary.md | sed '$$d'
 	@echo "mask       $(OUT)/mask.safetensors"

@@ -57,6 +57,11 @@ def kv_shape(config: PreTrainedConfig) -> DecoderShape:
     if heads is None:
         raise ValueError(f"model={kind} has no num_key_value_heads in its config; choose a decoder such as Llama")
     dim = dim or config.hidden_size // config.num_attention_heads
+    if getattr(config, "num_kv_shared_layers", None):
+        raise ValueError(
+            f"model={kind} has layers that read the keys of others (num_kv_shared_layers={config.num_kv_shared_layers}); "
+            "choose another model"
+        )
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(
             f"model={kind} has latent attention (MLA, kv_lora_rank), whose cache holds no keys of its heads; choose "

@@ -1,4 +1,4 @@
-"""`python -m data_gen` writes JSONL and datasets.Dataset, whole or not at all."""
+"""`python -m leank.data_gen` writes JSONL and datasets.Dataset, whole or not at all."""
 
 import json
 import re
@@ -58,6 +58,10 @@ def test_start_goes_on_where_an_earlier_file_ended(tmp_path):
     ("more", "message"),
     [
         (("--length", "20"), "length=20 is too short for task 'kv'"),
+        (("--count", "0"), "count=0, start=0: give a count from 1"),
+        (("--start", "-1"), "count=3, start=-1: give a count from 1 and a start from 0 on"),
+        (("--essays", "my.txt"), "essays='my.txt': kv reads no such file; leave it out"),
+        (("--data", "words.txt"), "data='words.txt': kv reads no such file"),
         (("--tokenizer", "/no/such/folder"), "tokenizer='/no/such/folder'"),
         (("--tokenizer", "{folder}"), r"tokenizer='.*damaged' cannot be loaded \(\w+Error: .*\); give "),
         (("--chat",), "has no chat template"),
