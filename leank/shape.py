@@ -57,10 +57,9 @@ def kv_shape(config: PreTrainedConfig) -> DecoderShape:
     if heads is None:
         raise ValueError(f"model={kind} has no num_key_value_heads in its config; choose a decoder such as Llama")
     dim = dim or config.hidden_size // config.num_attention_heads
-    if getattr(config, "num_kv_shared_layers", None):
+    if shared := getattr(config, "num_kv_shared_layers", None):
         raise ValueError(
-            f"model={kind} has layers that read the keys of others (num_kv_shared_layers={config.num_kv_shared_layers}); "
-            "choose another model"
+            f"model={kind} has layers that read the keys of others (num_kv_shared_layers={shared}); choose another model"
         )
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(
