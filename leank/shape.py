@@ -59,7 +59,7 @@ def kv_shape(config: PreTrainedConfig) -> DecoderShape:
     dim = dim or config.hidden_size // config.num_attention_heads
     if shared := getattr(config, "num_kv_shared_layers", None):
         raise ValueError(
-            f"model={kind} has layers that read the keys of others (num_kv_shared_layers={shared}); choose another model"
+            f"model={kind} has layers that read keys of others (num_kv_shared_layers={shared}); choose another model"
         )
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(

@@ -175,7 +175,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--batch", type=_count, nargs="+", default=[1, 8, 64], help="prompts that are decoded together")
     given = parser.parse_args(arguments)
     with ending("leank_train doctor"):
-        print(examine(given.model, given.tokens, given.batch))
+        print(examine(given.model.removeprefix("model.name=").removeprefix("model="), given.tokens, given.batch))
 
 
 def _count(text: str) -> int:
