@@ -1,7 +1,7 @@
 # make demo   learn a 70% mask for the reference model on a CPU and compare it, in minutes
 # make test   the default test suite, a process per core
 # make lint   ruff, mypy, spelling
-# make families   the tests of all model families, then the table of docs/families.md
+# make families   every causal decoder of transformers as a tiny model, then docs/families.md: minutes
 # make docs   the pages and the API reference, into site/
 # make vllm   vLLM with the plug-in, into .venv-vllm/; make vllm-test tests it there
 PYTHON ?= python3
@@ -31,7 +31,7 @@ demo: $(VENV)/base
 	@echo "1 of 2: learn a mask that prunes 70% of the K channels, and validate it. A few minutes on two cores."
 	@$(BIN)/python -m leank_train +experiment=reference_demo logger=none hydra.run.dir=$(OUT)
 	@echo "2 of 2: compare it with the dense cache and a training-free mask on RULER, 1,024 tokens. About a minute."
-	@$(BIN)/python -m eval +experiment=reference_ruler mask=$(OUT)/mask.safetensors hydra.run.dir=$(OUT)/eval \
+	@$(BIN)/python -m leank.eval +experiment=reference_ruler mask=$(OUT)/mask.safetensors hydra.run.dir=$(OUT)/eval \
 		benchmark.lengths=[1024]
 	@sed -n '/^## By length/,/^## 1024/p' $(OUT)/eval/summary.md | sed '$$d'
 	@echo "mask       $(OUT)/mask.safetensors"
@@ -46,8 +46,8 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/codespell
 
 families: $(VENV)/installed
-	@$(BIN)/python -m pytest -q tests/eval/cache/test_families.py tests/leank_train/forward/test_families.py -k "not page"
-	@$(BIN)/python -m tests.helpers.families docs/families.md
+	@$(BIN)/python -m pytest -q tests/eval/cache/test_families.py tests/leank_train/objective/test_plain_form.py -k "not page"
+	@$(BIN)/python -m tests.helpers.walk docs/families.md
 
 docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -1,6 +1,6 @@
 """Write samples of a task to a file.
 
-    python -m data_gen --task niah_multivalue --length 4096 --count 100 --tokenizer reference --out samples.jsonl
+    python -m leank.data_gen --task niah_multivalue --length 4096 --count 100 --tokenizer reference --out samples.jsonl
 
 --out FILE.jsonl writes one sample per line; any other name writes a `datasets.Dataset` folder.
 """
@@ -21,34 +21,31 @@ from typing import TYPE_CHECKING
 from leank.cli import again, ending
 from leank.data_gen.amount import amount
 from leank.data_gen.chat import template_tokens
-from leank.data_gen.haystack import SPLITS, known_by
+from leank.data_gen.haystack import SPLITS
 from leank.data_gen.request import LONGEST, Request
 from leank.data_gen.sample import Sample
 from leank.data_gen.tasks import TASKS, task
+from leank.data_gen.tasks.passkey import Passkey
+from leank.data_gen.tasks.text import Text
 from leank.data_gen.tokens import TokenCounter
 from leank.errors import in_one_line
 from leank.shipped import resolve
-from leank.typed import LARGEST
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
-WITH_DATA = "qa_1", "qa_2", "cwe"  # tasks that read a file of their own
+READERS = {  # options that name a file -> the tasks that read it
+    "essays": [
+        name
+        for name, made in TASKS.items()
+        if isinstance(made, Passkey | Text) or getattr(made, "haystack", None) == "essay"
+    ],
+    "data": ["cwe", "qa_1", "qa_2"],
+}
 
 
 def rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sample]:
-    """Yield the samples of the task, one document after the other.
-
-    Raises ValueError or FileNotFoundError for what no task takes, also where this one would not look at it.
-    """
-    for name, least, most in (("count", 1, LONGEST), ("start", 0, LARGEST)):
-        if not least <= getattr(args, name) <= most:
-            raise ValueError(f"{name}={getattr(args, name)} is not in {least} to {most}")
-    if args.data is not None and args.task not in WITH_DATA:
-        raise ValueError(
-            f"data={args.data!r} is of no use to task {args.task!r}; leave it out, or take {', '.join(WITH_DATA)}"
-        )
-    known_by(args.essays)
+    """Yield the samples of the task, one document after the other."""
     counter = TokenCounter(tokenizer)
     reserve = template_tokens(tokenizer) if args.chat else 0
     for index in range(args.start, args.start + args.count):
@@ -88,7 +85,7 @@ def write(samples: Iterator[Sample], out: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line of the module's docstring."""
     args = arguments(argv)
-    with ending("data_gen", lambda: f"{args.out} is as it was; again: {again('data_gen')}"):
+    with ending("data_gen", lambda: f"{args.out} is as it was; again: {again('leank.data_gen')}"):
         write(rows(args, load_tokenizer(args.tokenizer)), args.out)
     print(f"wrote {amount(args.count, 'document')} of {args.task} at {args.length} tokens to {args.out}")
 
@@ -96,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line; exit with one line for what cannot be."""
     parser = argparse.ArgumentParser(
-        prog="python -m data_gen", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m leank.data_gen", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--task", required=True, choices=sorted(TASKS), metavar="TASK", help=", ".join(TASKS))
     parser.add_argument("--length", type=int, default=4096, help="tokens of prompt and answer (default 4096)")
@@ -111,7 +108,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", help="file of the task's own data: SQuAD (qa_1), HotpotQA (qa_2), words (cwe)")
     parser.add_argument("--chat", action="store_true", help="leave room for the tokenizer's chat template")
     parser.add_argument("--out", required=True, type=Path)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not 1 <= args.count <= LONGEST or args.start < 0:
+        cure = f"give a count from 1 to {LONGEST} and a start from 0 on"
+        sys.exit(f"data_gen: count={args.count}, start={args.start}: {cure}")
+    for name, readers in READERS.items():
+        if getattr(args, name) is not None and args.task not in readers:
+            sys.exit(f"data_gen: {name}={getattr(args, name)!r}: {args.task} reads no such file; leave it out")
+    return args
 
 
 def load_tokenizer(given: str) -> PreTrainedTokenizerBase:

@@ -1,9 +1,9 @@
 """Evaluate methods on a benchmark, compute the report of a run again, or compare two of its methods by sample.
 
-python -m eval +experiment=reference_ruler mask=outputs/reference_70pct_seed1/mask.safetensors
-python -m eval report outputs/eval/reference_ruler
-python -m eval report outputs/eval/reference_ruler think snapkv
-python -m eval diff outputs/eval/reference_ruler dense leank
+python -m leank.eval +experiment=reference_ruler mask=outputs/reference_70pct_seed1/mask.safetensors
+python -m leank.eval report outputs/eval/reference_ruler
+python -m leank.eval report outputs/eval/reference_ruler think snapkv
+python -m leank.eval diff outputs/eval/reference_ruler dense leank
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def main(config: DictConfig) -> None:
         if alone:
             leave_no_trace(directory)
         what = f"the rows in {directory} are kept" if any(directory.glob(GLOB)) else "there are no rows yet"
-        return f"{what}; to go on: {again('eval')}"
+        return f"{what}; to go on: {again('leank.eval')}"
 
     with ending("eval", kept):
         plain = OmegaConf.to_container(config, resolve=True)
@@ -102,7 +102,7 @@ def main(config: DictConfig) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the commands that compute from rows alone."""
-    made = argparse.ArgumentParser(prog="python -m eval")
+    made = argparse.ArgumentParser(prog="python -m leank.eval")
     commands = made.add_subparsers(dest="command", required=True)
     report = commands.add_parser("report", help="compute the report of a run again, from its rows")
     diff = commands.add_parser("diff", help="compare two methods of a run, sample by sample")
@@ -132,12 +132,12 @@ def command_line() -> None:
     """Compute from rows if the first argument says so, else let Hydra compose the configuration."""
     if sys.argv[1:2] in (["report"], ["diff"]):
         given = parser().parse_args()
-        with ending("eval", lambda: f"the rows are as they were; again: {again('eval')}"):
+        with ending("eval", lambda: f"the rows are as they were; again: {again('leank.eval')}"):
             from_rows(given)
         return
     refuse(sys.argv[1:], "eval")
     with ending("eval"):
-        launch(main, "eval", "; beside settings there are python -m eval report, python -m eval diff, and --help")
+        launch(main, "eval", "; beside settings there are the words report and diff, and --help")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """lm-evaluation-harness on a model with a compressed cache; it needs `pip install -e '.[lm_eval]'`.
 
-    python -m eval.lm_eval --tasks hellaswag --model_args method=leank,mask=PATH,model.name=/path/to/model
+    python -m leank.eval.lm_eval --tasks hellaswag --model_args method=leank,mask=PATH,model.name=/path/to/model
 
 This is lm_eval's own command line, with all of its options; the model "leank" is registered and chosen. --model_args
 are settings of conf/eval/eval.yaml (model, model.name, cache.sink, prefill_chunk, ...); method is one name.
@@ -65,7 +65,7 @@ class CompressedLM(TemplateLM):
         self, method: str = "dense", batch_size: int | str = 1, max_batch_size: int | None = None,
         device: str | None = None, max_gen_toks: int = 256, **settings: object,
     ) -> None:  # fmt: skip
-        """Load the model and check the settings. Raises ValueError or FileNotFoundError as python -m eval does.
+        """Load the model and check the settings. Raises ValueError or FileNotFoundError as python -m leank.eval does.
 
         method: one name of conf/method.
         batch_size: prompts that are decoded together; "auto" means 1.
@@ -87,7 +87,7 @@ class CompressedLM(TemplateLM):
                 " method keeps by its own setting"
             )
         if self.settings.fidelity:
-            raise ValueError(f"fidelity={self.settings.fidelity} has no place in lm_eval's results; use python -m eval")
+            raise ValueError(f"fidelity={self.settings.fidelity} is not in lm_eval's results; use python -m leank.eval")
         methods = build_methods(config, model_config, self.tokenizer)
         if len(methods) != 1:
             raise ValueError(f"method={method} stands for {len(methods)} methods, and lm_eval takes one at a time")

@@ -31,7 +31,7 @@ from yaml import YAMLError
 
 from leank.errors import in_one_line, out_of_memory
 
-COMMANDS = {"train": "leank_train", "eval": "eval"}  # folder of leank.conf -> command
+COMMANDS = {"train": "leank_train", "eval": "leank.eval"}  # folder of leank.conf -> module of the command
 CONF = Path(str(files("leank.conf")))
 FULL = "HYDRA_FULL_ERROR"  # makes Hydra raise its errors; without it Hydra prints several lines and exits
 ADVICE = re.compile("Config search path|See https://|To append to your config")  # of Hydra, on its own terms
@@ -50,24 +50,25 @@ def refuse(arguments: list[str], own: str) -> None:
     own: "train" or "eval".
     """
     (other,) = COMMANDS.keys() - {own}
+    name = COMMANDS[own].removeprefix("leank.")
     sweep = bool({"-m", "--multirun"} & {*arguments})
     for argument in arguments:
         key, _, value = argument.lstrip("+").partition("=")
         if key == "experiment":
-            for name in value.strip("[]").split(","):
-                homes = [root for root in COMMANDS if (CONF / root / f"experiment/{name}.yaml").is_file()]
+            for one in value.strip("[]").split(","):
+                homes = [root for root in COMMANDS if (CONF / root / f"experiment/{one}.yaml").is_file()]
                 if homes == [other]:
-                    command = f"python -m {COMMANDS[other]} +experiment={name}"
-                    sys.exit(f"{COMMANDS[own]}: experiment={name} belongs to another command: {command}")
+                    command = f"python -m {COMMANDS[other]} +experiment={one}"
+                    sys.exit(f"{name}: experiment={one} belongs to another command: {command}")
             if sweep and "," in value and not value.startswith("["):
                 cure = "a sweep has one experiment; start one for each, with its own hydra.sweep.dir"
-                sys.exit(f"{COMMANDS[own]}: {argument}: {cure}")
+                sys.exit(f"{name}: {argument}: {cure}")
         elif key == "hydra/launcher" and "slurm" in value and not SHOWING & {*arguments}:
             if shutil.which("srun") is None:
                 cure = "needs Slurm, which this machine does not have; start the command on a login node"
-                sys.exit(f"{COMMANDS[own]}: {argument} {cure}, or leave the launcher out to run here")
+                sys.exit(f"{name}: {argument} {cure}, or leave the launcher out to run here")
             if not sweep:
-                sys.exit(f"{COMMANDS[own]}: {argument} makes a job of each member of a sweep; add -m")
+                sys.exit(f"{name}: {argument} makes a job of each member of a sweep; add -m")
 
 
 # Hydra

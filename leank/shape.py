@@ -16,6 +16,15 @@ IN_ARCHITECTURE = (
 )  # RoPE is not among it, whose scaling a run may override  # fmt: skip
 
 
+BEYOND = {  # model types that hold or read their keys in a way of their own, which no setting tells
+    "diffllama": "attends twice in each layer",
+    "doge": "has a mask of its own in each head",
+    "jetmoe": "repeats its keys for every expert of its attention",
+    "minimax": "takes no cache but its own",
+    "mllama_text_model": "has layers that attend to a picture (cross_attention_layers)",
+}
+
+
 class DecoderShape(NamedTuple):
     """The shape [L, H, D] of alpha and of a mask.
 
@@ -32,9 +41,12 @@ class DecoderShape(NamedTuple):
 def kv_shape(config: PreTrainedConfig) -> DecoderShape:
     """Return the shape of a decoder with this config.
 
-    Raises ValueError if the config does not name its KV heads, or if layers, or keys and values, differ in width.
+    Raises ValueError if the config does not name its KV heads, if layers, or keys and values, differ in width, or if
+    the model holds or reads its keys in a way of its own.
     """
     kind = getattr(config, "model_type", "unknown")
+    if kind in BEYOND:
+        raise ValueError(f"model={kind} {BEYOND[kind]}; choose another model")
     try:
         heads, dim = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
     except RuntimeError as error:  # of transformers, for what differs from layer to layer, as in Gemma 4
@@ -45,14 +57,22 @@ def kv_shape(config: PreTrainedConfig) -> DecoderShape:
     if heads is None:
         raise ValueError(f"model={kind} has no num_key_value_heads in its config; choose a decoder such as Llama")
     dim = dim or config.hidden_size // config.num_attention_heads
-    keys = getattr(config, "qk_head_dim", None) or dim  # latent attention (MLA): head_dim is its rotary part alone
-    values = getattr(config, "v_head_dim", None) or keys
-    if keys != values:
+    if shared := getattr(config, "num_kv_shared_layers", None):
         raise ValueError(
-            f"model={kind} has keys of {keys} channels and values of {values} (v_head_dim); a mask needs the same "
+            f"model={kind} has layers that read keys of others (num_kv_shared_layers={shared}); choose another model"
+        )
+    if getattr(config, "kv_lora_rank", None):
+        raise ValueError(
+            f"model={kind} has latent attention (MLA, kv_lora_rank), whose cache holds no keys of its heads; choose "
+            "another model"
+        )
+    values = getattr(config, "v_head_dim", None) or dim
+    if dim != values:
+        raise ValueError(
+            f"model={kind} has keys of {dim} channels and values of {values} (v_head_dim); a mask needs the same "
             "number of both: choose another model"
         )
-    return DecoderShape(config.num_hidden_layers, heads, keys)
+    return DecoderShape(config.num_hidden_layers, heads, dim)
 
 
 def check_config(config: PreTrainedConfig) -> DecoderShape:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from leank import smollm2
 
+ASSETS = "leank_train/assets"
 SHIPPED = ("reference", "reference_mixed")
 NAMED = (*SHIPPED, smollm2.NAME)
 
@@ -24,7 +25,7 @@ def resolve(name: str) -> str:
         return str(smollm2.folder())
     if name not in SHIPPED:
         return name
-    homes = ["leank_train/assets"] + ["leank_models"] * (find_spec("leank_models") is not None)
+    homes = [ASSETS] + ["leank_models"] * (find_spec("leank_models") is not None)
     for home in homes:
         package, _, inside = home.partition("/")
         folder = Path(str(files(package))) / inside / name
@@ -37,10 +38,14 @@ def resolve(name: str) -> str:
 
 
 def located(path: str) -> str:
-    """Return a path as it is; one below leank_train/assets that is not here is that of the installed package."""
-    if not path.startswith("leank_train/assets/") or Path(path).exists():
+    """Return a path as it is; one below leank_train/assets that is not here is that of the installed packages.
+
+    Raises FileNotFoundError where it is of a reference model that this installation does not hold.
+    """
+    if not path.startswith(f"{ASSETS}/") or Path(path).exists():
         return path
-    return str(Path(str(files("leank_train"))).parent / path)
+    name, _, inside = path.removeprefix(f"{ASSETS}/").partition("/")
+    return str(Path(resolve(name), inside) if name in SHIPPED else Path(str(files("leank_train"))).parent / path)
 
 
 def matching(pattern: str) -> list[str]:

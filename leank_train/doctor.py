@@ -66,7 +66,7 @@ def trainable(model: PreTrainedModel) -> None:
 
 def answers(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """Yield what is possible with a model on the meta device: the question, and yes or the reason why not."""
-    config = model.config
+    config = model.config.get_text_config(decoder=True)
     for question, ask in (("cache", lambda: compressed_cache(model, None)), ("training", lambda: trainable(model))):
         try:
             with warnings.catch_warnings(record=True) as said:
@@ -123,10 +123,11 @@ def commands(name: str, config: PreTrainedConfig) -> list[str]:
     train = f"python -m leank_train model.name={name} data=mixed {middle} logger=none"
     return [
         f"{train} pruning.ratio=0.5 data.min_length={short} data.max_length={2 * short} stage1.steps=20 stage2.steps=5"
-        f" validation.lengths=[{2 * short}] validation.samples=1 validation.heldout=2 hydra.run.dir=outputs/try",
+        f" validation.lengths=[{2 * short}] validation.tasks=[niah_single_1] validation.samples=1 validation.heldout=2"
+        " hydra.run.dir=outputs/try",
         f"{train} pruning.ratio=0.7 extra_ratios=[0.5,0.8] data.min_length={max(short, longest // 8)}"
         f" data.max_length={longest // 2} validation.lengths=[{longest // 2}] hydra.run.dir=outputs/mine",
-        f"python -m eval model.name={name} mask=outputs/mine 'method=[dense,leank,kivi4]' benchmark=text"
+        f"python -m leank.eval model.name={name} mask=outputs/mine 'method=[dense,leank,kivi4]' benchmark=text"
         f" cache.sink={sink} cache.window={window} hydra.run.dir=outputs/mine/text",
     ]
 
@@ -180,7 +181,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--batch", type=_count, nargs="+", default=[1, 8, 64], help="prompts that are decoded together")
     given = parser.parse_args(arguments)
     with ending("leank_train doctor"):
-        print(examine(given.model, given.tokens, given.batch))
+        print(examine(given.model.removeprefix("model.name=").removeprefix("model="), given.tokens, given.batch))
 
 
 def _count(text: str) -> int:

@@ -169,8 +169,8 @@ class RunConfig(Checked):
         need(
             not (self.trainer.shard_weights and validation.samples),
             f"validation.samples={validation.samples}: validation runs in one process, which has only its share of "
-            "the weights where trainer.shard_weights=true; set validation.samples=0, and use python -m eval on the "
-            "mask",
+            "the weights where trainer.shard_weights=true; set validation.samples=0, and use "
+            "python -m leank.eval on the mask",
         )
 
     def mixture(self, backbone: Backbone, stage: str = "stage1", per_length: int = 1) -> Mixture:

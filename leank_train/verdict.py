@@ -72,7 +72,7 @@ class Verdict:
             yield f"{where}, and {without:.2g} with no middle at all: it has collapsed; train a lower ratio"
         if FREQUENCIES in self.losses and self.beats(FREQUENCIES, MASK, kind):
             other = self._mean(FREQUENCIES, kind)
-            yield f"{where}, and {other:.2g} under the lowest frequencies, which cost no training; raise stage1.steps"
+            yield f"{where}, and {other:.2g} with the lowest frequencies, which cost no training; raise stage1.steps"
         if self.beats(STAGE1, MASK, kind):
             other = self._mean(STAGE1, kind)
             yield f"{where}, and {other:.2g} without stage 2: use the mask in stage1/, or lower stage2.lr"

@@ -12,8 +12,8 @@ from hydra import compose, initialize_config_module
 
 from tests.helpers.pages import PAGES
 
-OF_PROGRAMS = ("leank.eval.papers", "data_gen", "scripts.")
-CONFIGS = {"leank_train": "train", "eval": "eval"}
+OF_PROGRAMS = ("leank.eval.papers", "leank.data_gen", "scripts.")
+CONFIGS = {"leank_train": "train", "leank.eval": "eval"}
 OPERATORS = {*"&;|()<"}
 LEFT_OPEN = {"...", "[--fuse]", "$S"}  # a line with one of these is not a whole command
 OTHER = {"report", "diff", "doctor", "share"}  # no settings

@@ -48,7 +48,7 @@ MODELS = {  # the published configs, as far as the checks look
 
 
 GROUPS = {"train": {"data", "pruning", "stage1", "trainer", "validation"}, "eval": {"benchmark", "method"}}
-COMMANDS = {"train": "leank_train", "eval": "eval"}
+COMMANDS = {"train": "leank_train", "eval": "leank.eval"}
 
 
 @pytest.fixture

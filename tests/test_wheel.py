@@ -74,13 +74,17 @@ def test_commands_show_their_help_beside_folders_of_the_same_names(hostile):
     hostile("-m", "leank.data_gen", "--task=passkey", "--length=1500", "--count=1", "--out=samples.jsonl")
 
 
+def test_masks_of_the_reference_models_are_found_by_their_path_in_a_checkout(hostile):
+    found = "from leank.shipped import located; print(located('leank_train/assets/reference/mask_70pct.safetensors'))"
+    assert hostile("-c", found).strip() == str(ROOT / "models/leank_models/reference/mask_70pct.safetensors")
+
+
 @pytest.mark.slow
 def test_an_evaluation_runs_beside_folders_of_the_same_names(hostile):
-    mask = ROOT / "models/leank_models/reference/mask_70pct.safetensors"
     hostile(
-        "-c", START.format("leank.eval.__main__"), "model=reference", "benchmark=niah", "method=[dense,leank]",
-        f"mask={mask}", "benchmark.lengths=[256]", "benchmark.count=1", "benchmark.depths=[50]",
-        "cache={sink: 4, window: 32, flush: 32}", "hydra.run.dir=run",
+        "-m", "leank.eval", "model=reference", "benchmark=niah", "method=[dense,leank]",
+        "mask=leank_train/assets/reference/mask_70pct.safetensors", "benchmark.lengths=[256]", "benchmark.count=1",
+        "benchmark.depths=[50]", "cache={sink: 4, window: 32, flush: 32}", "hydra.run.dir=run",
     )  # fmt: skip
     rows = hostile("-c", "print(open('run/results.jsonl').read())").split("\n")
     assert {json.loads(row)["method"] for row in rows if row} == {"dense", "leank"}

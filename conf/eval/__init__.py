@@ -1,4 +1,4 @@
-"""Hydra groups of python -m eval, and its main configuration, eval.yaml.
+"""Hydra groups of python -m leank.eval, and its main configuration, eval.yaml.
 
 The options of the group `method` are not files: conf/method has several in each. Importing this package, as Hydra does
 before it composes eval.yaml, puts them into Hydra's store. So it does with benchmarks that have no file of settings.

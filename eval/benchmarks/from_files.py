@@ -8,7 +8,6 @@ its own answer, which has to score above 0.
 from __future__ import annotations
 
 import codecs
-import gzip
 import hashlib
 import json
 import reprlib
@@ -24,7 +23,7 @@ from annotated_types import MinLen
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-from leank.data_gen.reading import UNREADABLE, digest
+from leank.data_gen.reading import UNREADABLE, digest, read_bytes
 from leank.errors import in_one_line
 from leank.eval.benchmarks.base import Benchmark, Cell
 from leank.eval.benchmarks.row import Row
@@ -98,7 +97,7 @@ def read(what: str, name: str, path: str | Path | None, hub: Hub) -> Iterator[Li
                     raise FileNotFoundError(f"{what}: no {name}.jsonl in {source}; is it the data set's {hub.file}?")
                 content = archive.read(member)
         else:
-            content = gzip.decompress(source.read_bytes()) if source.suffix == ".gz" else source.read_bytes()
+            content = read_bytes(source)
     except FileNotFoundError:
         raise
     except (*UNREADABLE, zipfile.BadZipFile) as error:

@@ -12,7 +12,12 @@ from typing import Any, Self
 
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 from transformers.generation.utils import GenerateOutput
 
 from leank.data_gen.amount import amount
@@ -23,6 +28,7 @@ from leank.eval.cache.hook import ATTENTION
 from leank.eval.cache.layer import CompressedLayer
 from leank.eval.cache.memory import Memory, measure
 from leank.eval.cache.saved import Saved, save
+from leank.eval.cache.state_layer import StateLayer
 from leank.eval.cache.storage.channels import MaskLike, layer_masks
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.sizes import Sizes
@@ -30,9 +36,11 @@ from leank.eval.cache.storage.store import Addresses
 from leank.mask import ChannelMask
 from leank.shape import kv_shape
 
+Layer = CacheLayerMixin | StateLayer
+
 
 class CompressedCache(Cache):
-    """A transformers Cache of CompressedLayers; layers with a sliding window stay as they are.
+    """A transformers Cache of CompressedLayers; layers with a sliding window or linear attention stay as they are.
 
     layers: one per layer of the model
     choice: chooses the backend of every compressed layer
@@ -42,12 +50,11 @@ class CompressedCache(Cache):
     steps: decoding steps that generate() has captured
     """
 
-    def __init__(
-        self, layers: Sequence[CacheLayerMixin], choice: BackendChoice, model: PreTrainedModel | None = None
-    ) -> None:
+    def __init__(self, layers: Sequence[Layer], choice: BackendChoice, model: PreTrainedModel | None = None) -> None:
         super().__init__(layers=list(layers))
         self.choice = choice
         self.steps = KeptSteps()
+        self._with_tokens = [i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
         self._model = None if model is None else weakref.ref(model)
         self._since_crop: int | None = None  # passes since the last crop() of a recorded past, None = no crop yet
         self._widest = 0  # columns of the largest pass since the cache was new
@@ -79,13 +86,13 @@ class CompressedCache(Cache):
         if layer_idx >= len(self.layers):
             made = f"this cache was made for a model of {amount(len(self.layers), 'layer')}"
             raise ValueError(f"{made}, and layer {layer_idx} asks for it: make one with compressed_cache()")
-        if layer_idx == 0:
+        if layer_idx == self._with_tokens[0]:
             self._begin_pass(key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _begin_pass(self, new: int) -> None:
         """Before a pass of `new` columns, end a recording that is over and warn of an unannounced chunk."""
-        if len({*map(self.get_seq_length, range(len(self.layers)))}) > 1 or any(one.waiting for one in self.compressed):
+        if len({*map(self.get_seq_length, self._with_tokens)}) > 1 or any(one.waiting for one in self.compressed):
             raise RuntimeError("the last pass broke off, and some layers lack its tokens: call reset() and begin anew")
         if self._since_crop:  # assisted decoding crops after every pass, so tokens without a crop are there to stay
             self._end_recording()
@@ -270,8 +277,9 @@ def compressed_cache(
     The model is switched to the attention implementation "leank", which is SDPA for every other cache. One cache serves
     one batch; `reset()` makes it new.
 
-    Raises ValueError if the mask does not fit the model, a layer's attention is neither full nor sliding, or the model
-    takes no registered attention function. Warns if no layer can be compressed, or if the mask names another model.
+    Raises ValueError if the mask does not fit the model, a layer's attention is neither full, sliding nor linear, or
+    the model takes no registered attention function. Warns if no layer can be compressed, or if the mask names another
+    model.
     """
     config = model.config.get_text_config(decoder=True)
     if isinstance(mask, str | os.PathLike):
@@ -281,20 +289,24 @@ def compressed_cache(
     given["window"] = trained.get("window") if window is None else window
     sizes = Sizes(flush=flush, **{name: tokens for name, tokens in given.items() if tokens is not None})  # type: ignore[arg-type]
     middles, choice = _middles(mask, config), choose_backend(backend)
-    layers: list[CacheLayerMixin] = []
+    layers: list[Layer] = []
+    kinds = getattr(config, "layer_types", None)
     for index, layer in enumerate(DynamicCache(config=config).layers):
         if type(layer) is DynamicLayer:
             layers.append(CompressedLayer(middles[index], sizes, choice))
         elif type(layer) is DynamicSlidingWindowLayer:
             layers.append(layer)
+        elif type(layer) is LinearAttentionLayer:
+            layers.append(StateLayer(layer.number_of_states))
+        elif kinds and kinds[index] in ("moe", "mlp"):  # it has no attention
+            layers.append(layer)  # type: ignore[arg-type]
         else:
             raise ValueError(
                 f"layer {index} of {config.model_type} uses {type(layer).__name__}, which cannot be compressed"
             )
     if not any(isinstance(layer, CompressedLayer) for layer in layers):
         warnings.warn(
-            f"every layer of {config.model_type} has a sliding window of its own: nothing is compressed, and the mask "
-            "is not used",
+            f"no layer of {config.model_type} has full attention: nothing is compressed, and the mask is not used",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -51,18 +51,18 @@ def attention(
                 "use_cache=False hands over the whole conversation at every step, and this cache holds it already: "
                 "leave use_cache on, and call cache.reset() before another conversation"
             )
-        return key.attend(query, attention_mask, scaling, softmax), None
+        return key.attend(query, attention_mask, scaling, softmax).contiguous(), None  # some models take a view of it
     causal = getattr(module, "is_causal", True)
     if causal and not dropout and (attention_mask is None or attention_mask.ndim == 2):
         real = None if attention_mask is None else attention_mask[:, : key.shape[2]].bool()
-        return dense.attend(query, key, value, scaling, real, softmax), None
+        return dense.attend(query, key, value, scaling, real, softmax).contiguous(), None
     if attention_mask is None or attention_mask.ndim == 2:
         attention_mask = _spelled_out(attention_mask, query, key) if causal or attention_mask is not None else None
     if softmax.plain:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if attention_mask is None:
         raise ValueError("attention that is not causal has no soft-capped logits and no attention sinks here")
-    return written_out(query, key, value, scaling, softmax, attention_mask, dropout).transpose(1, 2), None
+    return written_out(query, key, value, scaling, softmax, attention_mask, dropout).transpose(1, 2).contiguous(), None
 
 
 def _spelled_out(real: Tensor | None, query: Tensor, key: Tensor) -> Tensor:

@@ -229,7 +229,7 @@ class CompressedLayer(DynamicLayer):
         self.store = Store(self._centered(k), v, real, self.middle, self.sizes, *of_prompt)
 
     def _centered(self, k: Tensor) -> Tensor:
-        return k if self._center is None else (k.float() - self._center).to(k.dtype)
+        return k if self._center is None else (k - self._center).to(k.dtype)  # in float32 or wider
 
     def _settle(self) -> None:
         """Seal a finished prompt, or move tokens that are due out of the window."""

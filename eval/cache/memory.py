@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from leank.eval.cache.layer import CompressedLayer
+from leank.eval.cache.state_layer import StateLayer
 from leank.eval.cache.storage.channels import MaskLike, layer_masks
 from leank.eval.cache.storage.codecs import PageCodec
 from leank.eval.cache.storage.segment import PAGE, round_up
@@ -103,7 +104,8 @@ def measure(layers: Iterable[Any], scratch: dict[str, Tensor]) -> Memory:
     for layer in layers:
         if isinstance(layer, CompressedLayer) and layer.store is not None:
             total += measure_store(layer.store)
-        held = [t for t in (layer.keys, layer.values) if isinstance(t, Tensor)]
+        parts = layer.states if isinstance(layer, StateLayer) else (layer.keys, layer.values)
+        held = [t for t in parts if isinstance(t, Tensor)]
         other = sum(dict(map(_storage, held)).values())
         total += Memory(other=other, dense=other)
     return total

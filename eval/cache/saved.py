@@ -19,7 +19,7 @@ from annotated_types import Ge, Le
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from leank.data_gen.request import LONGEST
 from leank.eval.cache.layer import CompressedLayer
@@ -79,6 +79,8 @@ def save(path: str | os.PathLike[str], layers: Sequence[Any], model: PreTrainedM
 
     Raises ValueError for a cache without a whole prompt, or with a part that a file cannot hold.
     """
+    if not all(isinstance(layer, CacheLayerMixin) for layer in layers):
+        raise ValueError("a cache of a model with linear attention cannot be saved: a file holds tokens, not states")
     held = [_compressed(layer) if isinstance(layer, CompressedLayer) else _sliding(layer) for layer in layers]
     compressed = {i: layer for i, layer in enumerate(layers) if isinstance(layer, CompressedLayer)}
     packings = [layer.middle.bits if isinstance(layer, CompressedLayer) else None for layer in layers]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from leank import backbone
 from leank.model_folder import folder_digest
@@ -87,6 +87,9 @@ def load_model(settings: ModelConfig) -> PreTrainedModel:
 
 
 def windows_of(config: PreTrainedConfig) -> list[int | None]:
-    """For each layer how many last tokens it holds at most, None for a layer with full attention."""
-    layers = DynamicCache(config=config).layers
-    return [one.sliding_window - 1 if isinstance(one, DynamicSlidingWindowLayer) else None for one in layers]
+    """For each layer how many last tokens it holds at most, None for full attention, 0 for no or linear attention."""
+    found: list[int | None] = []
+    for layer in DynamicCache(config=config).layers:
+        window = layer.sliding_window - 1 if isinstance(layer, DynamicSlidingWindowLayer) else None
+        found.append(window if isinstance(layer, CacheLayerMixin) else 0)
+    return found

@@ -1,1 +1,1 @@
-"""Every numbered figure and table of the five papers, each with the command that makes it: python -m eval.papers."""
+"""Every numbered figure and table of five papers, with the command that makes it: python -m leank.eval.papers."""

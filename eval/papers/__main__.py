@@ -1,16 +1,16 @@
 """Make the figures and tables of LeanK, ThinK, IAP, Lethe and ASL, each with a command of its own.
 
-python -m eval.papers --list                          every item, and whether it runs here
-python -m eval.papers leank:fig7 think:table2         these, on the shipped reference model
-python -m eval.papers --paper asl --quick             all of a paper, few samples
-python -m eval.papers --all                          everything
-python -m eval.papers --all shard=0/2                half of the samples; shard=1/2 in another process makes the others
-python -m eval.papers think:table2 --real model.name=/path/to/Llama-3-8B      with the paper's model and data
+python -m leank.eval.papers --list                          every item, and whether it runs here
+python -m leank.eval.papers leank:fig7 think:table2         these, on the shipped reference model
+python -m leank.eval.papers --paper asl --quick             all of a paper, few samples
+python -m leank.eval.papers --all                          everything
+python -m leank.eval.papers --all shard=0/2                half of the samples; shard=1/2 elsewhere makes the others
+python -m leank.eval.papers think:table2 --real model.name=/path/to/Llama-3-8B      with the paper's model and data
 
 What was made before is not made again: rows are written one by one, so a run that was stopped goes on where it was.
 OUT/papers.md has all of it beside the figures that
 the papers print, verdicts on their claims first. Arguments like key=value are passed on to the configuration of
-python -m eval.
+python -m leank.eval.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from leank.eval.papers.item import ITEMS, PAPERS, Item, find, of_papers
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = argparse.ArgumentParser(
-        prog="python -m eval.papers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m leank.eval.papers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument(
-        "items", nargs="*", metavar="ITEM", help="ids such as leank:fig7; key=value goes to python -m eval"
+        "items", nargs="*", metavar="ITEM", help="ids such as leank:fig7; key=value goes to python -m leank.eval"
     )
     made.add_argument("--list", action="store_true", help="print the items and make none")
     made.add_argument("--paper", action="append", default=[], choices=PAPERS, type=str.lower, help="all items of it")
@@ -53,13 +53,13 @@ def listing(paper: Sequence[str] = ()) -> str:
         if not item.runs:
             lines += [f"    {line}" for _, line in commands(item)]
         elif item.real:
-            lines.append(f"    with {item.needs}: python -m eval.papers {item.id} --real")
+            lines.append(f"    with {item.needs}: python -m leank.eval.papers {item.id} --real")
     there = sum(item.runs for item in ITEMS.values())
-    return "\n".join([*lines, f"{len(ITEMS)} items, {there} run here: python -m eval.papers ID"])
+    return "\n".join([*lines, f"{len(ITEMS)} items, {there} run here: python -m leank.eval.papers ID"])
 
 
 def wanted(arguments: argparse.Namespace) -> tuple[list[Item], list[Item], tuple[str, ...]]:
-    """Return the items that are named one by one, all that are to be made, and the overrides of python -m eval.
+    """Return the items that are named one by one, all that are to be made, and the overrides of python -m leank.eval.
 
     Raises ValueError for arguments that cannot be meant.
     """
@@ -100,7 +100,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for name in ("httpx", "matplotlib"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    with ending("leank.eval.papers", lambda: f"what is in {arguments.out} is kept; to go on: {again('eval.papers')}"):
+    command = "leank.eval.papers"
+    with ending(command, lambda: f"what is in {arguments.out} is kept; to go on: {again(command)}"):
         if arguments.list:
             print(listing(arguments.paper))
             return

@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 PAPERS = ("leank", "think", "iap", "lethe", "asl")
-REPLAY, ANALYSIS, OUT = "eval", "scripts.analyses", "OUT"
+REPLAY, ANALYSIS, OUT = "leank.eval", "scripts.analyses", "OUT"
 # --quick: the two hardest tasks at 1K, and as few samples as a verdict takes
 QUICK = (
     "benchmark.samples=5", "benchmark.lengths=[1024]", "batch_size=5",
@@ -37,7 +37,7 @@ class Data(BaseModel):
 
 
 class Step(Data):
-    """A command line. `python -m eval.papers` runs replays and analyses; others are shown, such as training.
+    """A command line. `python -m leank.eval.papers` runs replays and analyses; others are shown, such as training.
 
     run: what follows `python -m`; OUT in it is a folder.
     quick: what `--quick` adds to it.
@@ -55,19 +55,19 @@ class Step(Data):
 
     @property
     def replays(self) -> bool:
-        """Whether it is a run of python -m eval."""
+        """Whether it is a run of python -m leank.eval."""
         return self.words[0] == REPLAY
 
     @property
     def runs(self) -> bool:
-        """Whether `python -m eval.papers` runs it itself; analyses are in a checkout alone."""
+        """Whether `python -m leank.eval.papers` runs it itself; analyses are in a checkout alone."""
         return self.replays or (self.words[0] == ANALYSIS and find_spec("scripts") is not None)
 
     def line(self, quick: bool = False, overrides: Iterable[str] = ()) -> tuple[str, ...]:
         """Return the words that are run.
 
         quick: whether few samples will do.
-        overrides: of python -m eval; of an analysis they choose model and mask alone.
+        overrides: of python -m leank.eval; of an analysis they choose model and mask alone.
         """
         short = [*(QUICK if "+experiment=papers/here" in self.words else ()), *shlex.split(self.quick)]
         added = [one for one in overrides if self.replays or one.startswith(("model", "mask"))]
@@ -172,7 +172,7 @@ class Item(Data):
 
     @property
     def runs(self) -> bool:
-        """Whether `python -m eval.papers` can make it here, or a part of it."""
+        """Whether `python -m leank.eval.papers` can make it here, or a part of it."""
         return any(step.runs for step in self.here)
 
     @property
@@ -205,7 +205,7 @@ def find(name: str) -> Item:
     if known is None:
         near = difflib.get_close_matches(name.lower(), ITEMS, 3)
         hint = f"did you mean {', '.join(near)}? " if near else ""
-        raise ValueError(f"{name} is no item; {hint}python -m eval.papers --list shows all")
+        raise ValueError(f"{name} is no item; {hint}python -m leank.eval.papers --list shows all")
     return known
 
 

@@ -55,7 +55,7 @@ class Runner:
     out: the folder.
     quick: whether few samples and short prompts will do.
     real: whether the paper's models, settings and data are taken instead of the reference model.
-    overrides: of python -m eval, after those of the item.
+    overrides: of python -m leank.eval, after those of the item.
     """
 
     out: Path

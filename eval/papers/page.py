@@ -35,11 +35,11 @@ def published_tables(item: Item) -> list[Table]:
 
 def commands(item: Item) -> list[tuple[str, str]]:
     """Return (what it makes, the command line) for everything that makes an item."""
-    lines = [("with the reference model", f"python -m eval.papers {item.id}")] if item.runs else []
+    lines = [("with the reference model", f"python -m leank.eval.papers {item.id}")] if item.runs else []
     others = [step for step in item.here if not step.runs]
     lines += [(f"needs {step.needs}" if step.needs else "training", f"python -m {step.run}") for step in others]
     if any(step.runs for step in item.real):
-        lines.append((f"with {item.needs}", f"python -m eval.papers {item.id} --real"))
+        lines.append((f"with {item.needs}", f"python -m leank.eval.papers {item.id} --real"))
     lines += [(f"the same, {step.words[1].partition('=')[2]}", f"python -m {step.run}")
               for step in item.real if step.replays]  # fmt: skip
     others = [step for step in item.real if not step.runs and step not in item.here]

@@ -34,7 +34,7 @@ def write_report(directory: Path, columns: Sequence[str] = ()) -> None:
         raise ValueError(f"{directory} is a file; give the directory that holds it")
     rows = list(read(directory))
     if not rows:
-        raise ValueError(f"{directory} holds no rows yet; run python -m eval first")
+        raise ValueError(f"{directory} holds no rows yet; run python -m leank.eval first")
     groups = group(rows)
     known = dict.fromkeys(name for some in groups for name in labels(some).values())
     for name in columns:

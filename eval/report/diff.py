@@ -1,4 +1,4 @@
-"""Compare what two methods answered, sample by sample: python -m eval diff DIR dense leank."""
+"""Compare what two methods answered, sample by sample: python -m leank.eval diff DIR dense leank."""
 
 from __future__ import annotations
 

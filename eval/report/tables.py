@@ -183,7 +183,7 @@ def overall(run: Run) -> Table:
     masks = len(learned(run["methods"]))
     if masks > COLUMNS and not run["differences"]:
         note += (
-            f" The {masks} learned masks are not compared with other methods than dense: python -m eval report DIR"
+            f" The {masks} learned masks are compared with dense alone: python -m leank.eval report DIR"
             " METHOD ... does so for the methods that it names."
         )
     shades = {(line, 4): cell["difference"] for line, cell in enumerate(run["overall"])}

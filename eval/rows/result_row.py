@@ -181,5 +181,5 @@ def check_rows(rows: Iterable[Mapping[str, object]]) -> None:
             key = ", ".join(f"{name!r}: {shown(row.get(name))}" for name in ("method", "task", "length", "sample"))
             raise ValueError(
                 f"results row {{{key}}}: {field!r} {what}; it was edited, or another version wrote it: move its "
-                "results*.jsonl to another folder and run python -m eval again"
+                "results*.jsonl to another folder and run python -m leank.eval again"
             ) from None

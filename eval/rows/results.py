@@ -142,7 +142,7 @@ def read(path: str | os.PathLike[str]) -> Iterator[ResultRow]:
         return
     file = Path(path) / NAME if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist; give the directory of a run of python -m eval")
+        raise FileNotFoundError(f"{file} does not exist; give the directory of a run of python -m leank.eval")
     yield from _read(file)
 
 

@@ -46,7 +46,7 @@ log = logging.getLogger("eval")
 
 
 def composed(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the resolved configuration of python -m eval. Raises ValueError naming what Hydra refuses."""
+    """Return the resolved configuration of python -m leank.eval. Raises ValueError naming what Hydra refuses."""
     try:
         with initialize_config_module("leank.conf.eval", version_base="1.3"):
             config = OmegaConf.to_container(compose("eval", list(overrides)), resolve=True)

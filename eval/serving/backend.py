@@ -231,7 +231,7 @@ class PrunedAttention(AttentionImpl[GroupStep]):
             attn_metadata.step = attn_metadata.join(rest.layout, context.attn_metadata[REST])
         step, index, pages = attn_metadata.step, extract_layer_index(layer.layer_name), rest.pages
         if rest.mean_keys is not None:  # as in the compressed cache: no softmax changes, and pruned channels are at 0
-            key = (key.float() - rest.mean_keys[index]).to(key.dtype)
+            key = (key - rest.mean_keys[index]).to(key.dtype)  # in float32
         if isinstance(step, DeviceStep):
             step.attend(rest.paged, index, pages, query, key, value, self.scale, output)
             return output

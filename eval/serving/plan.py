@@ -1,6 +1,6 @@
 """How many tokens a server's memory admits, with a mask and without: the arithmetic of vLLM's planner.
 
-    python -m eval.serving.plan MASK --longest 32768 --memory 16
+    python -m leank.eval.serving.plan MASK --longest 32768 --memory 16
 
 MASK is a mask.safetensors or a published .pth mask.
 

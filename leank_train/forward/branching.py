@@ -60,7 +60,7 @@ class Prefix:
         A softmax does not change if all keys lose the same vector. After that, Eq. 1 with k - mean is Eq. 1 with
         alpha k + (1 - alpha) mean. Call it once, when the teacher has read the keys.
         """
-        mean_keys = mean_keys.to(self.keys[0])
+        mean_keys = to_device(mean_keys, self.device).to(self.keys[0].dtype)
         for keys, mean in zip(self.keys, mean_keys, strict=True):
             keys.sub_(mean[:, None])
         return replace(self, mean_keys=mean_keys)

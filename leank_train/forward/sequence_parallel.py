@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from leank.kernels import SCORES_AT_ONCE, cudnn_forward, cudnn_pays, flash_forward, flash_takes, on_hopper
 from leank.shape import check_decoder
 from leank_train.forward.branching import Prefix, checked_lengths
-from leank_train.forward.fused import product
+from leank_train.forward.fused import exp_, product
 from leank_train.forward.hook import run_decoder
 from leank_train.forward.plan import to_device
 
@@ -138,7 +138,7 @@ def block_attention(
         if causal:
             logits.masked_fill_(columns > rows[:, None], -torch.inf)
         lses.append(logits.logsumexp(-1))
-        outs.append(product(logits.sub_(lses[-1][..., None]).exp_(), v))
+        outs.append(product(exp_(logits.sub_(lses[-1][..., None])), v))
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 

@@ -4,8 +4,8 @@ python -m scripts.analyses kept_by_pair OUT mask=PATH model=null
 python -m scripts.analyses staticity OUT length=1024 'lengths=[512,1024]' model=llama31_8b
 
 key=value is a setting of the analysis where it has one of that name (its docstring lists them), and else of
-python -m eval, which names the model and the mask; those of +experiment=papers/here are the default. model=null loads
-no model, for analyses of a mask alone.
+python -m leank.eval, which names the model and the mask; those of +experiment=papers/here are the default.
+model=null loads no model, for analyses of a mask alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NO_MODEL = "model=null"
 
 
 def run(name: str, out: Path, given: Sequence[str]) -> pd.DataFrame:
-    """Measure and draw one analysis into `out`; `given` are its settings and overrides of python -m eval."""
+    """Measure and draw one analysis into `out`; `given` are its settings and overrides of python -m leank.eval."""
     measure, panels = ANALYSES[name]
     own = list(signature(measure).parameters)[1:]
     settings = OmegaConf.to_container(OmegaConf.from_dotlist([one for one in given if one.partition("=")[0] in own]))

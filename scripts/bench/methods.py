@@ -112,7 +112,7 @@ def configured(
     """The methods `names` of conf/method, with the settings for the reference model where it has some.
 
     A preset there is one method, or several where its settings are varied.
-    overrides: of python -m eval.
+    overrides: of python -m leank.eval.
     """
     small = method_options("method/reference") if shape == "reference" else ()
     chosen = ",".join(f"reference/{name}" if name in small else name for name in names)

@@ -1,4 +1,4 @@
-"""Scores of masks and methods as tables, from the rows of runs of python -m eval.
+"""Scores of masks and methods as tables, from the rows of runs of python -m leank.eval.
 
     python -m scripts.bench.quality ratios DIR --out recall.csv --tasks ratios.csv
     python -m scripts.bench.quality turns DIR [DIR ...] --out multi_turn.csv
@@ -11,7 +11,7 @@ ratios     a line for each method and share of K channels pruned: recall (and po
 turns      recall of conversations (benchmark=multi_turn) by turn. A report counts turns as independent samples; here
            the mean of a conversation's turns is one number
 
-Every interval is a 95% bootstrap interval. Tables by task, of any run, are those of python -m eval report.
+Every interval is a 95% bootstrap interval. Tables by task, of any run, are those of python -m leank.eval report.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=["ratios", "turns"])
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="of runs of python -m eval")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="of runs of python -m leank.eval")
     parser.add_argument("--out", required=True, type=Path, help="a CSV file")
     parser.add_argument("--tasks", type=Path, help="ratios: a CSV file by task")
     args = parser.parse_args(argv)

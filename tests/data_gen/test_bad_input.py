@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from leank.data_gen import haystack
+from leank.data_gen import haystack, reading
 from leank.data_gen.amount import amount
 from leank.data_gen.request import Request
 from leank.data_gen.tasks import TASKS, task
@@ -68,6 +68,13 @@ def test_damaged_essays_and_word_lists_are_named(file, content, tmp_path):
     if file.startswith("essays.txt"):
         with pytest.raises(ValueError, match=rf"^{given}[^\n]*; [^\n]*$"):
             vocabulary(str(given))
+
+
+def test_a_file_that_unpacks_to_too_much_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "UNPACKED", 1 << 20)
+    (tmp_path / "bomb.txt.gz").write_bytes(gzip.compress(b"a" * (1 << 21), mtime=0))
+    with pytest.raises(ValueError, match=r"bomb\.txt\.gz cannot be read: it unpacks to more than 1 MiB"):
+        haystack.sentences(str(tmp_path / "bomb.txt.gz"), "all")
 
 
 def test_missing_files_are_named(tmp_path):

@@ -82,7 +82,7 @@ class OracleLayer(DynamicLayer):
             self.left = [self.sink] * len(q)
             self.leave(real, [max(0, n - self.window - self.sink) for n in real.sum(1).tolist()])
             self.sealed = list(self.left)
-        return torch.cat(out, 2).transpose(1, 2)
+        return torch.cat(out, 2).transpose(1, 2).contiguous()
 
     def leave(self, real, due):
         """The oldest `due` [B] tokens of each row's window become middle; real [B, T]."""
@@ -143,18 +143,21 @@ def _attention(module, query, key, value, attention_mask, scaling=None, softcap=
 
 def _sliding(query, key, value, seen, scaling, softcap, s_aux):
     """A layer that is not compressed, a query and head at a time; seen [B, 1, Q, T] bool."""
-    out, group = torch.zeros_like(query), query.shape[1] // key.shape[1]
+    out, group, (new, length) = torch.zeros_like(query), query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
+    if seen is None or seen.ndim == 2:  # nothing has left the window yet
+        causal = torch.ones(new, length, dtype=torch.bool).tril(length - new)[None, None].expand(len(query), 1, -1, -1)
+        seen = causal if seen is None else causal & seen[:, None, None, :length].bool()
     for b, h, t in torch.cartesian_prod(*map(torch.arange, query.shape[:3])).tolist():
         sees = seen[b, 0, t]
         if sees.any():
             logits = (key[b, h // group, sees] @ query[b, h, t]) * scaling
             weight = softmax(logits, softcap, None if s_aux is None else s_aux[h])
             out[b, h, t] = weight @ value[b, h // group, sees]
-    return out.transpose(1, 2)
+    return out.transpose(1, 2).contiguous()
 
 
 def _mask(*args, attention_mask=None, mask_function=causal_mask_function, **kwargs):
-    if mask_function is causal_mask_function:
+    if mask_function is causal_mask_function and not kwargs.get("kv_offset"):
         return attention_mask
     kwargs["allow_is_causal_skip"] = False
     return sdpa_mask(*args, attention_mask=attention_mask, mask_function=mask_function, **kwargs)

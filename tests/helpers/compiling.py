@@ -2,6 +2,8 @@
 
 Triton's interpreter runs Python, and so accepts what the compiler refuses. It must be off, hence a process of its own.
 The number is head_dim. At 128 the loops over channels are there twice and are longer, which takes much more time.
+Versions of Triton refuse different things, so that of each PyTorch for GPUs counts: 2.11 brings 3.6. Another one is put
+before the installed one by `pip install --no-deps --target FOLDER triton==3.6.0` and PYTHONPATH=FOLDER.
 """
 
 from __future__ import annotations

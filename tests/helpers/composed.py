@@ -1,4 +1,4 @@
-"""The configurations of `python -m leank_train` and `python -m eval`, as a command line composes them."""
+"""The configurations of `python -m leank_train` and `python -m leank.eval`, as a command line composes them."""
 
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf

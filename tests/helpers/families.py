@@ -1,16 +1,13 @@
-"""The model families that the tests know, as tiny random models, and the table of docs/families.md made from them.
+"""The model families that the default tests know, as tiny random models.
 
-`make families` runs the tests of all families and, if they pass, writes the table.
+`tests/helpers/walk.py` walks over every family of transformers; these have settings of their own, or tests beyond it.
 """
 
 import functools
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-import pandas as pd
 import pytest
 import torch
 import transformers
@@ -61,7 +58,7 @@ def no_kv_heads(kind, model, training="has no rotary positions", **settings):
 
 SINKS = r"its attention has attention sinks \(s_aux\)"
 OTHER_WIDTH = "model={} has keys of 24 channels and values of 16"
-LINEAR = "layer 0 of {} uses LinearAttentionLayer"
+LATENT = r"model={} has latent attention \(MLA, kv_lora_rank\)"
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "llama3": Family(
@@ -76,16 +73,13 @@ FAMILIES = {
     "mixtral": Family("MixtralForCausalLM", {"num_local_experts": 4, "sliding_window": None}),
     "phi": Family("PhiForCausalLM"),
     "phi3": Family("Phi3ForCausalLM"),
-    "olmo2": Family("Olmo2ForCausalLM"),
     "granite": Family("GraniteForCausalLM", {"attention_multiplier": 0.25}),
-    "starcoder2": Family("Starcoder2ForCausalLM", {"sliding_window": None}),
     "glm4": Family("Glm4ForCausalLM", {"head_dim": 16}),
     "smollm3": Family("SmolLM3ForCausalLM"),
     "gemma": Family("GemmaForCausalLM", {"head_dim": 16}),
     "cohere": Family("CohereForCausalLM"),
     "ernie4_5": Family("Ernie4_5ForCausalLM", {"head_dim": 16}),
     "olmo3": Family("Olmo3ForCausalLM", HALF_SLIDING),
-    "exaone4": Family("Exaone4ForCausalLM", HALF_SLIDING),
     "nemotron": Family(
         "NemotronForCausalLM", {"head_dim": 16},
         training="model=nemotron does not hand keyword arguments down to its attention",
@@ -93,7 +87,6 @@ FAMILIES = {
     "stablelm": Family("StableLmForCausalLM", training="model=stablelm takes no registered attention function"),
     "qwen2_sliding": Family("Qwen2ForCausalLM", {"use_sliding_window": True, **HALF_SLIDING}),
     "cohere2": Family("Cohere2ForCausalLM", HALF_SLIDING),
-    "ministral": Family("MinistralForCausalLM", {"head_dim": 16, **HALF_SLIDING}),
     "gemma2": Family(
         "Gemma2ForCausalLM",
         {"head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, **HALF_SLIDING},
@@ -134,21 +127,17 @@ FAMILIES = {
             "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
             "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
         },
-        *2 * [OTHER_WIDTH.format("deepseek_v3")],
+        *2 * [LATENT.format("deepseek_v3")],
     ),
     "mimo": Family(
         "MiMoV2FlashForCausalLM", {"head_dim": 24, "v_head_dim": 16, "n_routed_experts": 4},
         *2 * [OTHER_WIDTH.format("mimo_v2_flash")],
     ),
-    "falcon": no_kv_heads("falcon", "FalconForCausalLM", "has no num_key_value_heads"),
     "gpt2": no_kv_heads("gpt2", "GPT2LMHeadModel"),
-    "gpt_neox": no_kv_heads("gpt_neox", "GPTNeoXForCausalLM", "has no num_key_value_heads"),
-    "opt": no_kv_heads("opt", "OPTForCausalLM", ffn_dim=48, word_embed_proj_dim=64),
-    "bloom": no_kv_heads("bloom", "BloomForCausalLM"),
     "mamba": no_kv_heads("mamba", "MambaForCausalLM"),
     "jamba": Family(
-        "JambaForCausalLM", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}, LINEAR.format("jamba"),
-        "model=jamba has no rotary positions",
+        "JambaForCausalLM", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
+        training="model=jamba has no rotary positions",
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
@@ -156,7 +145,7 @@ FAMILIES = {
             "head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2,
             "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, **EXPERTS,
         },
-        LINEAR.format("qwen3_next"), "model=qwen3_next",
+        training=r"model=qwen3_next has layers of linear_attention \(layer_types\)",
     ),
 }  # fmt: skip
 RIGHT = [name for name, family in FAMILIES.items() if not family.cache]
@@ -185,19 +174,3 @@ def build(name):
 def trained():
     """Families that a mask can be learned for."""
     return sorted(FAMILIES.keys() - UNTRAINED.keys())
-
-
-def table():
-    """The table in Markdown: what works, or the line that says why not."""
-    lines = []
-    for name, (model, _, *refused, _) in sorted(FAMILIES.items()):
-        cache, training = (line.replace("\\", "") or "yes" for line in refused)
-        lines.append([name, model, cache, "yes" if name in RIGHT else "no", training])
-    columns = ["family", "class of transformers", "cache", "generate()", "training"]
-    return pd.DataFrame(lines, columns=columns).to_markdown(index=False)
-
-
-if __name__ == "__main__":
-    page = Path(sys.argv[1])
-    before, mark, _ = page.read_text(encoding="utf-8").partition("<!-- made by make families -->\n")
-    page.write_text(before + mark + "\n" + table() + "\n", encoding="utf-8")

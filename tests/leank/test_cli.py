@@ -61,9 +61,9 @@ def test_hydra_s_message_is_one_line(monkeypatch):
     ],
 )
 def test_what_may_be_meant(override, said):
-    with initialize_config_module("leank.conf.eval", version_base="1.3"):
-        with pytest.raises((HydraException, ValueError)) as caught:
-            compose("eval", overrides=[override], return_hydra_config=True)
+    refused = pytest.raises((HydraException, ValueError))
+    with refused as caught, initialize_config_module("leank.conf.eval", version_base="1.3"):
+        compose("eval", overrides=[override], return_hydra_config=True)
     assert re.search(said, refusal(caught.value))
 
 

@@ -92,6 +92,12 @@ def test_the_card_says_what_the_mask_is(mask, tmp_path):
     assert (ChannelMask.from_pretrained(tmp_path / "bare").keep == mask.keep).all()
 
 
+@pytest.mark.parametrize("name", ["smollm2", "/home/me/weights", "./weights"])
+def test_a_card_names_no_base_model_that_the_hub_cannot_have(name, mask, tmp_path):
+    ChannelMask(mask.keep, {"model": name}).save_pretrained(tmp_path)
+    assert "base_model" not in (tmp_path / "README.md").read_text()
+
+
 def test_generate_from_a_folder_is_generate_with_the_cache(mask, tmp_path):
     model = build("llama")
     ids = torch.arange(40)[None] % 61

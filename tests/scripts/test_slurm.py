@@ -210,9 +210,9 @@ def test_evaluation_in_parts(slurm, model_folder, tmp_path):
     number = submit(slurm, tmp_path, "--array=0-2", "--cpus-per-task=1", script, *settings, "hydra.run.dir=parts")
     finish(slurm, number, tmp_path / f"leank_eval_{number}_0.log")
     assert len(list((tmp_path / "parts").glob("results-*-of-3.jsonl"))) == 3
-    report = submit(slurm, tmp_path, "-o", "report.log", "--wrap", f"{sys.executable} -m eval report parts")
+    report = submit(slurm, tmp_path, "-o", "report.log", "--wrap", f"{sys.executable} -m leank.eval report parts")
     finish(slurm, report, tmp_path / "report.log")
-    whole = [sys.executable, "-m", "eval", *settings, "hydra.run.dir=whole"]
+    whole = [sys.executable, "-m", "leank.eval", *settings, "hydra.run.dir=whole"]
     subprocess.run(whole, cwd=tmp_path, env=environment(slurm), check=True, capture_output=True)
 
     def rows(name):

@@ -329,9 +329,12 @@ def _read(query, where, row, tiles_read, scale, F: tl.constexpr):
     row: its length, and the sizes of sink and window
     tiles_read: [first, last) of the ends, [middle_first, middle_last) of the middle
     """
-    acc = tl.zeros([F.M, F.D], tl.float32)
-    m = tl.full([F.M], float("-inf"), tl.float32)
-    z = tl.zeros([F.M, F.TILE], tl.float32)
+    M: tl.constexpr = F.M
+    D: tl.constexpr = F.D
+    TILE: tl.constexpr = F.TILE
+    acc = tl.zeros([M, D], tl.float32)
+    m = tl.full([M], float("-inf"), tl.float32)
+    z = tl.zeros([M, TILE], tl.float32)
     width = where[4][1]
     if width == 0:
         acc, m, z = read(acc, m, z, query, where, row, tiles_read, scale, 0, F)
@@ -339,7 +342,7 @@ def _read(query, where, row, tiles_read, scale, F: tl.constexpr):
         acc, m, z = read(acc, m, z, query, where, row, tiles_read, scale, 32, F)
     elif width <= 64:
         acc, m, z = read(acc, m, z, query, where, row, tiles_read, scale, 64, F)
-    elif F.D > 64:
+    elif D > 64:
         if width <= 96:
             acc, m, z = read(acc, m, z, query, where, row, tiles_read, scale, 96, F)
         else:

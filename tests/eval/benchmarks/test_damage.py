@@ -256,7 +256,7 @@ def test_the_command_line_ends_with_one_line_and_status_1(tmp_path):
     """No traceback, before any weights are loaded."""
     (tmp_path / "qasper.jsonl").write_text(json.dumps({**QASPER, "answers": "mat"}) + "\n")
     given = ["method=[dense]", "benchmark=longbench", "benchmark.tasks=[qasper]", f"benchmark.path={tmp_path}"]
-    command = [sys.executable, "-m", "eval", *given, f"hydra.run.dir={tmp_path}/run"]
+    command = [sys.executable, "-m", "leank.eval", *given, f"hydra.run.dir={tmp_path}/run"]
     done = subprocess.run(command, capture_output=True, text=True)
     said = f"eval: {tmp_path}/qasper.jsonl, line 1: answers='mat': Input should be a valid list; {from_files.OWN}"
     assert done.returncode == 1

@@ -110,6 +110,7 @@ class Pair:
                 assert torch.equal(one, torch.cat(pieces))
         assert not self.kernel._done.any()
         poison(fast)
+        self.kernel.weights._scratch.fill_(torch.nan)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")

@@ -2,6 +2,7 @@
 the kernel; partial results are merged as log-sum-exp in float64 merges them."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import ROOT
 from tests.helpers.kernels import DEVICE, ON_GPU  # skips where Triton is not installed
 
 import triton  # isort: skip
@@ -180,6 +182,14 @@ def test_where_no_part_saw_a_token_the_result_is_zero():
 @pytest.mark.parametrize(("parts", "rows", "lines"), [(1, 4, 16), (34, 4, 16), (34, 4, 20), (50, 8, 8), (7, 32, 2)])
 def test_merge_on_the_device(parts, rows, lines, dim):
     check_merge(5, parts, rows, lines, dim, [0, 3], 0)
+
+
+def test_shapes_hold_no_attributes():
+    """Triton 3.6, which PyTorch 2.11 brings, refuses F.M in a shape; later ones and the interpreter take it."""
+    code = "".join(file.read_text() for file in (ROOT / "eval").rglob("kernels/*.py"))
+    shapes = re.findall(r"tl\.(?:zeros|full)\(\[(.*?)\],", code)
+    assert len(shapes) > 40
+    assert [shape for shape in shapes if "F." in shape] == []
 
 
 @pytest.mark.slow

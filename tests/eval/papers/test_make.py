@@ -14,7 +14,7 @@ STUDY = {"run": "scripts.analyses ranks OUT length=1024 model=reference", "quick
 CHECK = {"mean": "what is high", "of": "measure == 'high'", "above": 1}
 ITEMS = [
     Item(id="think:fig1", shows="first", claim="It is high.", here=[STUDY], checks=[CHECK]),
-    Item(id="think:fig2", shows="second", claim="It is high.", here=["eval no_such=1", STUDY], checks=[CHECK]),
+    Item(id="think:fig2", shows="second", claim="It is high.", here=["leank.eval no_such=1", STUDY], checks=[CHECK]),
 ]
 
 

@@ -65,7 +65,7 @@ def test_a_few_masks_are_compared_unasked_and_many_where_they_are_named():
     rows = rows_of(COLUMNS + 1)
     (many,) = summarise(rows)["runs"]
     assert many["differences"] == []
-    assert f"The {COLUMNS + 1} learned masks are not compared with other methods than dense" in overall(many).note
+    assert f"The {COLUMNS + 1} learned masks are compared with dense alone" in overall(many).note
     (named,) = summarise_groups([rows], columns=["think_1", "leank_3"])["runs"]
     table = differences(named)
     assert table.title == "Methods minus other methods"

@@ -315,7 +315,7 @@ def test_the_papers_figures_stand_apart():
 
 
 def test_no_rows_no_report(tmp_path):
-    with pytest.raises(FileNotFoundError, match="python -m eval"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         write_report(tmp_path)
     (tmp_path / "results.jsonl").touch()
     with pytest.raises(ValueError, match="holds no rows yet"):

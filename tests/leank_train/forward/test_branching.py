@@ -128,6 +128,7 @@ def test_a_step_never_waits_for_the_gpu():
             prefix = prefill(model, document_ids, DOCUMENTS)
             teacher = branch(model, prefix, ids, [len(x) for x in both])
             full = answer_rows(teacher.hidden, torch.tensor(QUESTIONS), answer_ids.shape[1])
+            prefix = prefix.center_(torch.ones(alpha.shape))
             zones = {"sink": 2, "window": 4, "empty_heads": "drop"}
             hidden = student(model, prefix, teacher.cut(QUESTIONS), answer_ids, ANSWERS, alpha, **zones)
             l2_loss(full, hidden, torch.tensor(ANSWERS), "official").backward()
