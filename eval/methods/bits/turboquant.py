@@ -112,4 +112,5 @@ class Rotation(PageCodec):
         """The vectors x̂ [..., d] = ||x|| / sqrt(d) c R^T of codes and norms, with c the codes' centroids."""
         dim, wide = codes.shape[-1], numbers.to(torch.promote_types(numbers.dtype, torch.float32))
         basis, levels = (t.to(wide) for t in (rotation(dim, self.seed), centroids(self.bits)))
+        levels = levels.sign() if dim == 1 else levels  # one coordinate is 1 or -1, and nothing like normal
         return (levels[codes.long()] @ basis.mT * (wide / dim**0.5)[..., None]).to(numbers.dtype)

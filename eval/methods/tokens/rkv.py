@@ -46,7 +46,8 @@ class RKV(Evicting):
       the mean of the last alpha. It starts with the first new token: the prompt's queries count in the prompt's cut
       alone. Redundancy is among the middle's tokens alone.
     - Attention is averaged over the group's query heads; the authors' code takes the largest logit of the group and
-      leaves the observed tokens out of the softmax.
+      leaves the observed tokens out of the softmax. Pooling reaches into the observed tokens here, so that more of the
+      few tokens before them stay; theirs ends before them.
     - A prompt longer than the budget is cut by the same rule at its end.
 
     Settings

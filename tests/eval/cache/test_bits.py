@@ -340,6 +340,12 @@ def test_a_rotation_keeps_lengths_and_depends_on_its_seed():
     assert (one - other).norm() > 5
 
 
+@pytest.mark.parametrize("bits", [2, 4])
+def test_a_single_channel_comes_back_whole(bits):
+    x = torch.randn(50, 1, generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(Rotation(bits).decode(*Rotation(bits).encode(x, True), True), x)
+
+
 def test_one_large_channel_does_not_spoil_the_others():
     """What the rotation is for: the error is a share of the vector's norm, whichever channel is large."""
     generator = torch.Generator().manual_seed(0)
