@@ -84,7 +84,10 @@ class RestBlocks:
         marks = 0
         if self.every:
             of_mark = _ceil(self.window, self.block) + 1
-            marks = min(min(in_flight, longest) // self.every * of_mark, _ceil(min(in_flight, longest), self.block))
+            passed = min(
+                _ceil(min(in_flight, longest), self.every), longest // self.every
+            )  # a short step passes one, too
+            marks = min(passed * of_mark, _ceil(min(in_flight, longest) + self.window, self.block))
         windows = 2 if hits or in_flight < longest else 1
         return min(self.sink_pages + windows * of_tail + marks, _ceil(longest, self.block))
 

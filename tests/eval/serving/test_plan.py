@@ -1,6 +1,6 @@
 """Which pages a request holds for its sink and window."""
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from leank.eval.serving.plan import RestBlocks
@@ -17,6 +17,7 @@ def pages_of(first, end, block):
 
 @settings(max_examples=200)
 @given(rest=sizes, steps=st.lists(st.integers(1, 300), min_size=1, max_size=6))
+@example(rest=RestBlocks(10, 30, 0, 53, 180), steps=[102, 179])  # the second step passes a mark, though it is shorter
 def test_what_the_next_step_reads_is_stored_and_the_bound_holds(rest, steps):
     table, end, most = [], 0, rest.most(max(steps), sum(steps), hits=False)
     for new in steps:
