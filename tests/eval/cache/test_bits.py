@@ -112,7 +112,9 @@ def test_where_the_codes_of_a_page_lie(bits):
 
 
 def rotated(x, bits):
-    """Vectors x [n, d], coordinate by coordinate the nearest level in TurboQuant's basis."""
+    """Vectors x [n, d], coordinate by coordinate the nearest level in TurboQuant's basis; one coordinate is exact."""
+    if x.shape[1] == 1:
+        return x
     basis, levels, norm = rotation(x.shape[1], 0), centroids(bits), x.norm(dim=1, keepdim=True)
     found = levels[((x @ basis * x.shape[1] ** 0.5 / norm)[..., None] - levels).abs().argmin(-1)]
     return norm / x.shape[1] ** 0.5 * found @ basis.T
