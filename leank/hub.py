@@ -24,10 +24,12 @@ GENERATE = '''"""generate() from a K cache that keeps the channels of this repos
 MASK = {source!r}
 
 
-def generate(model, mask=MASK, sink=None, window=None, past_key_values=None, **kwargs):
+def generate(model, mask=MASK, sink=None, window=None, **kwargs):
     """Decode under the mask. leank.compressed_cache explains mask, sink and window; the rest is model.generate()'s."""
     from leank import compressed_cache
 
+    if mask is None:
+        raise ValueError("mask=None would prune nothing; give mask=PATH, such as the folder of this file's mask")
     return compressed_cache(model, mask, sink, window).generate(model, **kwargs)
 '''
 

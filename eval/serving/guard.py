@@ -50,6 +50,8 @@ def refuse_dense(reports: Sequence[Report], settings: ServerSettings, itemsize: 
     Returns the bytes of a block of tokens under the mask, and of the dense model.
     """
     keep = ChannelMask.load(settings.mask).keep
+    if not reports:
+        raise RuntimeError(f"{DENSE}, or cannot say: no worker has answered")
     for rank, report in enumerate(reports):
         others = report["attention"].keys() - {PRUNED}
         if others or not report["attention"]:

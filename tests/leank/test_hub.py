@@ -108,6 +108,12 @@ def test_generate_from_a_folder_is_generate_with_the_cache(mask, tmp_path):
         mask=tmp_path / "shared",
     )  # fmt: skip
     assert torch.equal(found, want)
+    given = {"custom_generate": str(tmp_path / "shared"), "trust_remote_code": True, "max_new_tokens": 2}
+    with pytest.raises(ValueError, match="mask=None would prune nothing"):  # the folder names no repository
+        model.generate(ids, **given)
+    own = {"past_key_values": compressed_cache(model, mask), "mask": tmp_path / "shared"}
+    with pytest.raises((TypeError, ValueError), match="past_key_values"):
+        model.generate(ids, **given, **own)
 
 
 def test_a_mask_knows_its_architecture(mask):

@@ -103,6 +103,7 @@ DENSE = {**PAGE, "attention": {"vllm.CPUAttention": 7}}
     [
         (MASK, guard.WORKER, [PAGE, PAGE], None),
         (None, guard.WORKER, [PAGE], "no mask was given"),
+        (MASK, guard.WORKER, [], "no worker has answered"),
         (MASK, "", [PAGE], "the plug-in is not loaded"),
         (MASK, "other.Worker", [PAGE], r"worker_extension_cls is other\.Worker: leave it out"),
         (MASK, guard.WORKER, [PAGE, DENSE], r"serves the dense model: worker 1 attends with vllm\.CPUAttention"),
