@@ -62,6 +62,8 @@ def serve(options: list[str], settings: ServerSettings) -> None:
         [*options, "--worker-extension-cls", WORKER]
     )
     validate_parsed_serve_args(args)
+    if args.headless or getattr(args, "grpc", False) or (args.api_server_count or 1) > 1:
+        raise ValueError("it is one HTTP server; drop --headless, --grpc and --api-server-count")
     uvloop.run(_serve(args, settings))
 
 

@@ -191,6 +191,12 @@ def test_a_server_whose_plug_in_is_not_loaded_does_not_start():
     assert "leank-serve: this server serves the dense model: worker 0 attends with vllm." in done.stderr
 
 
+def test_options_that_would_have_no_effect_are_refused():
+    done = subprocess.run([*SERVE, *SERVER, "8123", "--headless"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "leank-serve: it is one HTTP server; drop --headless" in done.stderr
+
+
 def test_no_request_is_lost_and_no_page_stays_held(url):
     found = json.loads(python("-m", "scripts.bench.serving", "load", url, "--requests", "60").splitlines()[-1])
     assert found["finished by length"] + found["cancelled"] == 60
