@@ -24,6 +24,7 @@ from typing_extensions import TypedDict
 
 from leank import hub
 from leank.data_gen.amount import amount
+from leank.precision import Precision
 from leank.shape import architecture, kv_shape
 from leank.tensor_files import DamagedFile, read_checkpoint, read_tensors, write_tensors
 from leank.typed import Count, Positive, shown
@@ -33,6 +34,8 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 
 ROUNDINGS = ("nearest", "floor", "exact", "official")
 FORMAT = "leank-channel-mask-1"
+LAYOUT_FORMAT = "leank-channel-mask-2"  # with bits per channel: a version that cannot read them refuses the file
+BITS = ("key_bits", "value_bits")
 OFF = 0.02  # share of all channels by which a mask may miss its ratio without a warning
 Line = Annotated[str, StringConstraints(pattern=r"^[^\p{Cc}\p{Zl}\p{Zp}]*$")]
 
@@ -66,12 +69,18 @@ class ChannelMask:
     mean_keys: float32 [L, H, D], means of middle keys (after RoPE) over calibration documents, which stand for pruned
         channels; None is the paper's choice, 0. They do not depend on the prompt, so that shared prefixes, chunks and
         further turns change nothing. A head without kept channels drops its middle with means as without.
+    precision: in how many bits the middle's kept channels of K, and V, are stored; `keep` is where K has any. None is
+        the paper's choice, the model's dtype.
     """
 
     def __init__(
-        self, keep: Tensor, metadata: Mapping[str, object] | None = None, mean_keys: Tensor | None = None
+        self,
+        keep: Tensor,
+        metadata: Mapping[str, object] | None = None,
+        mean_keys: Tensor | None = None,
+        precision: Precision | None = None,
     ) -> None:
-        """Raise ValueError for a `keep` of another type or shape, an empty one, or means or metadata that cannot be."""
+        """Raise ValueError for a `keep` of another type or shape, an empty one, or what else cannot be."""
         if keep.dtype != torch.bool or keep.dim() != 3 or keep.numel() == 0:
             raise ValueError(
                 f"keep is {keep.dtype} {list(keep.shape)}; give a bool tensor [layers, kv_heads, head_dim]: of scores, "
@@ -96,15 +105,37 @@ class ChannelMask:
                 raise ValueError("mean_keys holds NaN or infinite numbers; calibrate again")
             mean_keys = mean_keys.detach().cpu().clone(memory_format=torch.contiguous_format)
         self.mean_keys = mean_keys
+        if precision is not None and not torch.equal(precision.keep, self.keep):
+            raise ValueError("keep is not where key_bits are above 0; give ChannelMask(precision.keep, ...)")
+        self.precision = precision
 
     def with_means(self, mean_keys: Tensor | None) -> ChannelMask:
         """Return the same kept channels with other means, or with none."""
-        return ChannelMask(self.keep, self.metadata, mean_keys)
+        return ChannelMask(self.keep, self.metadata, mean_keys, self.precision)
+
+    def with_metadata(self, metadata: Mapping[str, object]) -> ChannelMask:
+        """Return the same mask with other metadata."""
+        return ChannelMask(self.keep, metadata, self.mean_keys, self.precision)
 
     def for_any_model(self) -> ChannelMask:
         """Return the same mask without its model's architecture, so that any model of its shape takes it."""
-        metadata = {key: value for key, value in self.metadata.items() if key != "architecture"}
-        return ChannelMask(self.keep, metadata, self.mean_keys)
+        return self.with_metadata({key: value for key, value in self.metadata.items() if key != "architecture"})
+
+    @property
+    def middle_bytes(self) -> float:
+        """Bytes of a middle token over those of a dense one, K and V of 16 bits; scales are counted."""
+        return (self.precision or Precision.whole(self.keep)).middle_bytes
+
+    def refuse_precision(self, what: str) -> None:
+        """Raise ValueError if the mask has bits per channel, which `what`, the subject of the sentence, cannot store.
+
+        Whoever reads `keep` alone calls this, because kept channels in 16 bits would be another cache than learned.
+        """
+        if self.precision is not None:
+            raise ValueError(
+                f"{what} stores kept channels in the model's dtype, and this mask has bits per channel; use it in "
+                "leank.compressed_cache or the method leank, or take a mask without them"
+            )
 
     @property
     def pruning_ratio(self) -> float:
@@ -174,9 +205,11 @@ class ChannelMask:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write safetensors with metadata and a sha256 in the header; the same mask gives the same bytes."""
-        header = {"format": FORMAT, "metadata": json.dumps(self.metadata, sort_keys=True)}
+        form = FORMAT if self.precision is None else LAYOUT_FORMAT
+        header = {"format": form, "metadata": json.dumps(self.metadata, sort_keys=True)}
         means = {} if self.mean_keys is None else {"mean_keys": self.mean_keys}
-        write_tensors(path, {"keep": self.keep, **means}, header)
+        bits = {} if self.precision is None else {name: getattr(self.precision, name) for name in BITS}
+        write_tensors(path, {"keep": self.keep, **means, **bits}, header)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> ChannelMask:
@@ -193,11 +226,12 @@ class ChannelMask:
         if path.suffix == ".pth":
             return cls.from_official(path)
         try:
-            keep, metadata, mean_keys = _read(path)
+            tensors, metadata = _read(path)
         except DamagedFile as error:
             raise ValueError(f"mask={error}") from error
         try:
-            return cls(keep, metadata, mean_keys)._doubted(path)
+            precision = Precision(*(tensors[name] for name in BITS)) if BITS[0] in tensors else None
+            return cls(tensors["keep"], metadata, tensors.get("mean_keys"), precision)._doubted(path)
         except ValueError as error:
             raise ValueError(f"mask={path}: {error}") from error
 
@@ -359,11 +393,11 @@ def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str, n
         )
 
 
-def _read(path: str | os.PathLike) -> tuple[Tensor, dict[str, object], Tensor | None]:
-    """Return (keep, metadata, mean_keys) of a file that ChannelMask.save wrote."""
+def _read(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """Return the tensors and the metadata of a file that ChannelMask.save wrote."""
     cure = "copy it again, or train again"
-    tensors, header = read_tensors(path, {"keep"}, cure, {"format", "metadata"}, {"mean_keys"})
-    if header.get("format") != FORMAT:
+    tensors, header = read_tensors(path, {"keep"}, cure, {"format", "metadata"}, {"mean_keys", *BITS})
+    if header.get("format") not in (FORMAT, LAYOUT_FORMAT):
         raise ValueError(f"mask={path} is a safetensors file, but not one that ChannelMask.save wrote")
     try:
         metadata = json.loads(header["metadata"])
@@ -371,7 +405,9 @@ def _read(path: str | os.PathLike) -> tuple[Tensor, dict[str, object], Tensor | 
         metadata = None
     if not isinstance(metadata, dict):
         raise DamagedFile(path, "its header is not what was written", cure)
-    return tensors["keep"], metadata, tensors.get("mean_keys")
+    if {*BITS} & {*tensors} != (set() if header["format"] == FORMAT else {*BITS}):
+        raise DamagedFile(path, "its header and its bits per channel do not belong together", cure)
+    return tensors, metadata
 
 
 def refuse_not_finite(alpha: Tensor, cure: str, where: str = "alpha") -> None:

@@ -65,7 +65,7 @@ def read_tensors(
     names: of the tensors that the file must hold.
     cure: what the user can do about a damaged file.
     keys: of the metadata, none by default.
-    optional: names of tensors that it may hold beside them, all or none; it may hold no others.
+    optional: names of tensors that it may hold beside them; it may hold no others.
 
     Raises DamagedFile.
     """
@@ -74,7 +74,7 @@ def read_tensors(
         tensors = load(content)
     except SafetensorError as error:
         raise DamagedFile(path, f"it is no whole safetensors file ({error})", cure) from error
-    if {*tensors} not in (names, names.union(optional)):
+    if not names <= {*tensors} <= names.union(optional):
         raise DamagedFile(path, f"it holds {', '.join(sorted(tensors)[:5])}, not {', '.join(sorted(names))}", cure)
     if any((t.view(torch.uint8) > 1).any() for t in tensors.values() if t.dtype == torch.bool):
         raise DamagedFile(path, "it holds booleans that are neither 0 nor 1", cure)

@@ -214,7 +214,7 @@ def pronounce(current: Run, backbone: Backbone, masks: dict[str, ChannelMask], m
         if name != STAGE1:
             told = {"heldout": verdict.figures(name)} | ({"doubts": doubts} if name == MASK and doubts else {})
             file = out / "mask.safetensors" if name == MASK else out / "masks" / f"{name}.safetensors"
-            ChannelMask(mask.keep, mask.metadata | told, mask.mean_keys).save(file)
+            mask.with_metadata(mask.metadata | told).save(file)
 
 
 def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, records: dict[str, Recorder]) -> Metrics:

@@ -53,7 +53,9 @@ class ServerSettings(Checked):
                 raise ValueError(f"additional-config: leank={own!r} names no mask, so nothing would be pruned")
             return None
         mask = mask_file(given["mask"]).resolve()
-        trained = ChannelMask.load(mask).metadata
+        loaded = ChannelMask.load(mask)
+        loaded.refuse_precision(f"LEANK_MASK={mask}: vLLM")
+        trained = loaded.metadata
         sizes = {name: str(given.get(name, trained.get(name, DEFAULTS[name]))) for name in DEFAULTS}
         try:
             return cls(str(mask), **{name: int(tokens) for name, tokens in sizes.items()})

@@ -117,6 +117,8 @@ def layer_masks(mask: object, config: PreTrainedConfig | None = None) -> Tensor:
     """
     if isinstance(mask, str | os.PathLike):
         mask = ChannelMask.load(mask)
-    if isinstance(mask, ChannelMask) and config is not None:
-        mask.check_model(config)
+    if isinstance(mask, ChannelMask):
+        mask.refuse_precision("this cache")
+        if config is not None:
+            mask.check_model(config)
     return mask.keep if isinstance(mask, ChannelMask) else ChannelMask(torch.as_tensor(mask)).keep

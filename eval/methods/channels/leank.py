@@ -49,6 +49,7 @@ class LeanK(Channels):
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         mask = self.loaded
+        mask.refuse_precision("this method")
         try:
             mask.check_model(config)
         except ValueError as error:
@@ -65,6 +66,7 @@ class LeanK(Channels):
         return self.loaded.mean_keys if self.compensation == "mask" else None
 
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
+        self.loaded.refuse_precision("this method")
         return self.loaded.keep
 
     def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from leank.channel_scores import GROUPS, top
 from leank.eval.inference.prefill import Prefill
@@ -37,6 +37,10 @@ class LeanKBudget(LeanK):
 
     def identity(self) -> dict[str, object]:
         return {**super().identity(), "queries": self.queries, "group": self.group}
+
+    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().check(config, tokenizer)
+        self.loaded.refuse_precision("leank_budget")
 
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
         scores = think_scores(prefill, self.queries, self.group)

@@ -1,0 +1,84 @@
+"""A layout of bits: in how many bits each channel of K, and each head's V, lies in the middle of a cache.
+
+A mask is the case of 0 and 16 bits. The channels of a head that have equally many bits are a *band*. A band of fewer
+than 16 bits is stored as KIVI stores numbers (`eval.cache.storage.quantised`): `GROUP` tokens of a channel of K, or as
+many channels of a token of V, share a scale and a zero point in the model's dtype. So a number costs 32 / GROUP = half
+a bit beside its own; with KIVI's groups of 32 it costs a whole one, which buys less than half a bit of accuracy. A band
+has room for a multiple of `ROOM` channels, so that a GPU reads whole words. A band of 16 bits holds the numbers as they
+are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+KEY_BITS = (0, 2, 3, 4, 8, 16)  # 0 = pruned
+VALUE_BITS = (2, 3, 4, 8, 16)
+WHOLE = 16  # bits of a number in the model's dtype, whatever that is
+GROUP = 64  # numbers that share a scale and a zero point: tokens of a channel of K, channels of a token of V
+ROOM = 16  # a band of fewer than 16 bits has room for a multiple of so many channels of K
+
+
+class Precision:
+    """Bits of every channel of K and of every head's V; it owns its tensors.
+
+    key_bits: uint8 [L, H, D] of `KEY_BITS`.
+    value_bits: uint8 [L, H] of `VALUE_BITS`; that of a head whose key_bits are all 0 has no meaning, since such a head
+        keeps no middle.
+    """
+
+    def __init__(self, key_bits: Tensor, value_bits: Tensor) -> None:
+        """Raise ValueError that names the tensor which is of another type, shape or range."""
+        for name, bits, dim, allowed in (
+            ("key_bits", key_bits, 3, KEY_BITS),
+            ("value_bits", value_bits, 2, VALUE_BITS),
+        ):
+            shape = f"[{', '.join(['layers', 'kv_heads', 'head_dim'][:dim])}]"
+            if bits.dtype != torch.uint8 or bits.dim() != dim or bits.numel() == 0:
+                raise ValueError(f"{name} is {bits.dtype} {list(bits.shape)}; give uint8 {shape}")
+            if others := set(bits.unique().tolist()) - set(allowed):
+                raise ValueError(f"{name} holds {min(others)}; a number has {', '.join(map(str, allowed))} bits")
+        if value_bits.shape != key_bits.shape[:2]:
+            raise ValueError(f"value_bits {list(value_bits.shape)} is not of the heads of {list(key_bits.shape)}")
+        self.key_bits, self.value_bits = (
+            bits.detach().cpu().clone(memory_format=torch.contiguous_format) for bits in (key_bits, value_bits)
+        )
+
+    @classmethod
+    def whole(cls, keep: Tensor) -> Precision:
+        """That of a mask [L, H, D] without a layout: 16 bits wherever it keeps a channel."""
+        bits = keep.to(torch.uint8) * WHOLE
+        return cls(bits, torch.full_like(bits[..., 0], WHOLE))
+
+    @property
+    def keep(self) -> Tensor:
+        """Channels of K that are not pruned, bool [L, H, D]."""
+        return self.key_bits > 0
+
+    def token_bytes(self, itemsize: int = 2) -> tuple[Tensor, Tensor]:
+        """Bytes of a middle token's K and V in every head, float64 [L, H] each: codes, scales, zero points and room.
+
+        itemsize: bytes of a number in the model's dtype.
+        """
+        beside = 2 * itemsize / GROUP
+        k = itemsize * (self.key_bits == WHOLE).sum(-1).double()
+        for bits in KEY_BITS[1:-1]:
+            room = -(-(self.key_bits == bits).sum(-1) // ROOM) * ROOM
+            k += room * (bits / 8 + beside)
+        dim, bits = self.key_bits.shape[-1], self.value_bits.double()
+        packed = dim * bits / 8 + 2 * itemsize * dim / value_group(dim)
+        v = torch.where(self.value_bits == WHOLE, float(dim * itemsize), packed)
+        return k, v * self.keep.any(-1)
+
+    @property
+    def middle_bytes(self) -> float:
+        """Bytes of a middle token over those of a dense one, K and V of 16 bits: what a budget bounds."""
+        return float(sum(x.sum() for x in self.token_bytes()) / (4 * self.key_bits.numel()))
+
+
+def value_group(head_dim: int) -> int:
+    """Channels of V that share a scale: GROUP, or as many as divide head_dim and GROUP."""
+    return math.gcd(head_dim, GROUP)

@@ -1,0 +1,130 @@
+"""Layouts of bits: what may be in them, their file, and what a token costs under them."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from leank.mask import FORMAT, LAYOUT_FORMAT, ChannelMask
+from leank.precision import GROUP, KEY_BITS, ROOM, VALUE_BITS, Precision
+from leank.tensor_files import write_tensors
+
+SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from([8, 24, 64, 128]))
+SEEDS = st.integers(0, 10**6)
+
+
+def layout(shape, seed, keys=KEY_BITS, values=VALUE_BITS):
+    """A layout of these bits at random; the first head is empty."""
+    generator = torch.Generator().manual_seed(seed)
+    of_keys = torch.tensor(keys, dtype=torch.uint8)[torch.randint(len(keys), shape, generator=generator)]
+    of_keys[0, 0] = 0
+    of_values = torch.tensor(values, dtype=torch.uint8)[torch.randint(len(values), shape[:2], generator=generator)]
+    return Precision(of_keys, of_values)
+
+
+@settings(deadline=None, max_examples=30)
+@given(SHAPES, SEEDS, st.booleans())
+def test_a_layout_comes_back_from_its_file(tmp_path_factory, shape, seed, with_means):
+    precision, path = layout(shape, seed), tmp_path_factory.mktemp("masks") / "m.safetensors"
+    means = torch.randn(shape) if with_means else None
+    mask = ChannelMask(precision.keep, {"seed": seed}, means, precision)
+    mask.save(path)
+    read = ChannelMask.load(path).with_metadata({"note": "x"}).for_any_model()
+    assert torch.equal(read.precision.key_bits, precision.key_bits)
+    assert torch.equal(read.precision.value_bits, precision.value_bits)
+    assert torch.equal(read.keep, precision.key_bits > 0)
+    assert (read.mean_keys is None) == (means is None)
+    assert read.middle_bytes == mask.middle_bytes
+    assert read.with_means(None).precision is not None
+
+
+@settings(deadline=None, max_examples=60)
+@given(SHAPES, SEEDS, st.sampled_from([2, 4]))
+def test_bytes_of_a_token_against_the_obvious_loop(shape, seed, itemsize):
+    precision = layout(shape, seed)
+    layers, heads, dim = shape
+    for layer in range(layers):
+        for head in range(heads):
+            bits = precision.key_bits[layer, head].tolist()
+            k = bits.count(16) * itemsize
+            for width in (2, 3, 4, 8):
+                room = (bits.count(width) + ROOM - 1) // ROOM * ROOM
+                k += room * (width / 8 + 2 * itemsize / GROUP)  # the scale and zero point of every GROUP tokens
+            width, group = (
+                int(precision.value_bits[layer, head]),
+                max(g for g in (1, 2, 4, 8, 16, 32, 64) if dim % g == 0),
+            )
+            v = dim * itemsize if width == 16 else dim * width / 8 + dim / group * 2 * itemsize
+            found = [float(x[layer, head]) for x in precision.token_bytes(itemsize)]
+            assert found == pytest.approx([k, v] if any(bits) else [0, 0])
+    assert precision.middle_bytes == pytest.approx(
+        float(sum(x.sum() for x in precision.token_bytes(2))) / (layers * heads * dim * 4)
+    )
+
+
+def test_a_mask_is_the_case_of_0_and_16_bits():
+    keep = torch.rand(2, 3, 64) > 0.5
+    keep[0, 1] = False
+    mask = ChannelMask(keep)
+    assert torch.equal(Precision.whole(keep).keep, keep)
+    assert mask.middle_bytes == pytest.approx((keep.sum() + 5 * 64).item() / (2 * 3 * 64 * 2))
+    assert ChannelMask(torch.ones(1, 1, 64, dtype=torch.bool)).middle_bytes == 1
+
+
+def test_four_bits_everywhere_cost_what_the_docs_say():
+    bits = torch.full((2, 2, 128), 4, dtype=torch.uint8)
+    assert Precision(bits, bits[..., 0]).middle_bytes == 4.5 / 16
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "words"),
+    [
+        (torch.full((1, 2, 8), 5, dtype=torch.uint8), torch.full((1, 2), 4, dtype=torch.uint8), "key_bits holds 5"),
+        (torch.full((1, 2, 8), 4, dtype=torch.uint8), torch.full((1, 2), 0, dtype=torch.uint8), "value_bits holds 0"),
+        (torch.full((1, 2, 8), 4), torch.full((1, 2), 4, dtype=torch.uint8), "key_bits is torch.int64"),
+        (torch.full((1, 2, 8), 4, dtype=torch.uint8), torch.full((2, 1), 4, dtype=torch.uint8), "not of the heads"),
+        (torch.full((2, 8), 4, dtype=torch.uint8), torch.full((1, 2), 4, dtype=torch.uint8), "key_bits is torch.uint8"),
+    ],
+)  # fmt: skip
+def test_layouts_that_cannot_be_are_refused(keys, values, words):
+    with pytest.raises(ValueError, match=words):
+        Precision(keys, values)
+
+
+def test_kept_channels_are_those_with_bits():
+    precision = layout((1, 2, 8), 0)
+    with pytest.raises(ValueError, match="keep is not where key_bits"):
+        ChannelMask(~precision.keep, precision=precision)
+
+
+def test_a_mask_without_a_layout_has_the_file_of_before(tmp_path):
+    keep = torch.rand(1, 2, 8) > 0.5
+    ChannelMask(keep).save(tmp_path / "a.safetensors")
+    header = {"format": FORMAT, "metadata": "{}"}
+    write_tensors(tmp_path / "b.safetensors", {"keep": keep}, header)
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    assert ChannelMask.load(tmp_path / "a.safetensors").precision is None
+
+
+@pytest.mark.parametrize("form", [FORMAT, LAYOUT_FORMAT])
+def test_a_file_whose_bits_and_format_differ_is_refused(tmp_path, form):
+    precision, path = layout((1, 2, 8), 0), tmp_path / "m.safetensors"
+    bits = {"key_bits": precision.key_bits, "value_bits": precision.value_bits}
+    wrong = {} if form == LAYOUT_FORMAT else bits
+    write_tensors(path, {"keep": precision.keep, **wrong}, {"format": form, "metadata": json.dumps({})})
+    with pytest.raises(ValueError, match="do not belong together"):
+        ChannelMask.load(path)
+    write_tensors(path, {"keep": precision.keep, "key_bits": precision.key_bits}, {"format": form, "metadata": "{}"})
+    with pytest.raises(ValueError, match="do not belong together"):
+        ChannelMask.load(path)
+
+
+def test_who_reads_kept_channels_alone_refuses_a_layout(tmp_path, monkeypatch):
+    from leank.eval.serving.settings import ServerSettings
+
+    precision = layout((1, 2, 8), 0)
+    ChannelMask(precision.keep, precision=precision).save(tmp_path / "m.safetensors")
+    with pytest.raises(ValueError, match="vLLM stores kept channels in the model's dtype"):
+        ServerSettings.find({"leank": {"mask": str(tmp_path / "m.safetensors")}})
