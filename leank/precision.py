@@ -68,8 +68,8 @@ class Precision:
         for bits in KEY_BITS[1:-1]:
             room = -(-(self.key_bits == bits).sum(-1) // ROOM) * ROOM
             k += room * (bits / 8 + beside)
-        dim, bits = self.key_bits.shape[-1], self.value_bits.double()
-        packed = dim * bits / 8 + 2 * itemsize * dim / value_group(dim)
+        dim = self.key_bits.shape[-1]
+        packed = dim * self.value_bits.double() / 8 + 2 * itemsize * dim / value_group(dim)
         v = torch.where(self.value_bits == WHOLE, float(dim * itemsize), packed)
         return k, v * self.keep.any(-1)
 
