@@ -260,7 +260,7 @@ class ChannelMask:
             "model": self.metadata.get("model"), "ratio": self.pruning_ratio, "layers": layers, "kv_heads": kv_heads,
             "head_dim": dim, "kept": int(counts.sum()), "channels": self.keep.numel(),
             "empty": int((counts == 0).sum()), "means": self.mean_keys is not None, "doubts": self.doubts(),
-            "licence": licence,
+            "licence": licence, "bytes": None if self.precision is None else self.middle_bytes,
         }  # fmt: skip
         hub.write_folder(folder, self.metadata, facts, None if repo is None else f"{hub.PREFIX}{repo}")
 

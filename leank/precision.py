@@ -2,10 +2,10 @@
 
 A mask is the case of 0 and 16 bits. The channels of a head that have equally many bits are a *band*. A band of fewer
 than 16 bits is stored as KIVI stores numbers (`eval.cache.storage.quantised`): `GROUP` tokens of a channel of K, or as
-many channels of a token of V, share a scale and a zero point in the model's dtype. So a number costs 32 / GROUP = half
-a bit beside its own; with KIVI's groups of 32 it costs a whole one, which buys less than half a bit of accuracy. A band
-has room for a multiple of `ROOM` channels, so that a GPU reads whole words. A band of 16 bits holds the numbers as they
-are.
+many channels of a token of V, share a scale and a zero point in the model's dtype. So a number costs half a bit beside
+its own. KIVI's groups of 32 cost a whole one; on SmolLM2 they make the squared error of K and V 0.70 times as large,
+and half a bit more of code makes it half. A band has room for a multiple of `ROOM` channels, so that a GPU reads whole
+words. A band of 16 bits holds the numbers as they are.
 """
 
 from __future__ import annotations

@@ -29,11 +29,13 @@ from leank.eval.cache.layer import CompressedLayer
 from leank.eval.cache.memory import Memory, measure
 from leank.eval.cache.saved import Saved, save
 from leank.eval.cache.state_layer import StateLayer
+from leank.eval.cache.storage import banded
 from leank.eval.cache.storage.channels import MaskLike, layer_masks
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Addresses
 from leank.mask import ChannelMask
+from leank.precision import GROUP
 from leank.shape import kv_shape
 
 Layer = CacheLayerMixin | StateLayer
@@ -206,8 +208,9 @@ class CompressedCache(Cache):
         Raises FileNotFoundError, or ValueError if the file is damaged or was made by another model or mask.
         """
         found = Saved(path)
-        means = mask.mean_keys if isinstance(mask, ChannelMask) else None
-        found.check(model, None if mask is None else layer_masks(mask), means)
+        if isinstance(mask, str | os.PathLike):
+            mask = ChannelMask.load(mask)
+        found.check(model, mask if mask is None or isinstance(mask, ChannelMask) else ChannelMask(mask))
         try:
             cache = compressed_cache(model, found.middles, **asdict(found.header.sizes), backend=backend)
         except ValueError as error:
@@ -262,22 +265,23 @@ def compressed_cache(
     mask: MaskLike | list[Middle] | None,
     sink: int | None = None,
     window: int | None = None,
-    flush: int = 32,
+    flush: int | None = None,
     backend: str = "auto",
 ) -> CompressedCache:
     """A cache for `model.generate(past_key_values=...)` that keeps the mask's channels in the middle (LeanK 3.3).
 
     mask: a ChannelMask, the path of its file, or bool [layers, kv_heads, head_dim], True = kept; None = every channel;
-        or a list with one Middle per layer, for other compressed forms
+        or a list with one Middle per layer, for other compressed forms; a ChannelMask brings bits per channel, too
     sink, window: tokens kept whole at both ends; None = those that the mask was trained with, which its file says, or
         128 and 1024 where it says nothing
-    flush: tokens that move to the middle at a time
+    flush: tokens that move to the middle at a time; None = 32, or 64 under a mask with bits per channel, which needs a
+        multiple of 64
     backend: "auto" (the Triton kernel where it can run), "torch" or "triton"
 
     The model is switched to the attention implementation "leank", which is SDPA for every other cache. One cache serves
     one batch; `reset()` makes it new.
 
-    Raises ValueError if the mask does not fit the model, a layer's attention is neither full, sliding nor linear, or
+    Raises ValueError if the mask or flush does not fit, a layer's attention is neither full, sliding nor linear, or
     the model takes no registered attention function. Warns if no layer can be compressed, or if the mask names another
     model.
     """
@@ -287,7 +291,11 @@ def compressed_cache(
     trained = mask.metadata if isinstance(mask, ChannelMask) else {}
     given = {"sink": trained.get("sink") if sink is None else sink}
     given["window"] = trained.get("window") if window is None else window
-    sizes = Sizes(flush=flush, **{name: tokens for name, tokens in given.items() if tokens is not None})  # type: ignore[arg-type]
+    if isinstance(mask, ChannelMask) and mask.precision is not None:
+        flush = GROUP if flush is None else flush
+        banded.check_flush(flush)
+    given["flush"] = flush
+    sizes = Sizes(**{name: tokens for name, tokens in given.items() if tokens is not None})  # type: ignore[arg-type]
     middles, choice = _middles(mask, config), choose_backend(backend)
     layers: list[Layer] = []
     kinds = getattr(config, "layer_types", None)
@@ -322,10 +330,15 @@ def _middles(mask: MaskLike | list[Middle] | None, config: PreTrainedConfig) -> 
     expected = kv_shape(config)
     if mask is None:
         return [Middle()] * expected[0]
-    given = mask if isinstance(mask, list) and all(isinstance(middle, Middle) for middle in mask) else None
-    means = mask.mean_keys if isinstance(mask, ChannelMask) else None
-    centers = [None] * expected[0] if means is None else list(means)
-    found = given or [Middle(keep, center=c) for keep, c in zip(layer_masks(mask, config), centers, strict=True)]
+    if isinstance(mask, list) and all(isinstance(middle, Middle) for middle in mask):
+        found: list[Middle] = mask or [Middle()]
+    else:
+        keep, means, layout = layer_masks(mask, config), None, None
+        if isinstance(mask, ChannelMask):
+            means, layout = mask.mean_keys, mask.precision
+        centers = [None] * len(keep) if means is None else list(means)
+        bits = [None] * len(keep) if layout is None else banded.codecs(layout)
+        found = [Middle(k, bits=b, center=c) for k, b, c in zip(keep, bits, centers, strict=True)]
     shapes = [(len(found), *m.channels.shape[-2:]) for m in found if m.channels is not None]
     for shape in shapes or [(len(found), *expected[1:])]:
         if shape != expected:

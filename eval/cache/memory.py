@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import InitVar, asdict, dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from leank.eval.cache.storage.codecs import PageCodec
 from leank.eval.cache.storage.segment import PAGE, round_up
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
+from leank.mask import ChannelMask
 
 
 @dataclass
@@ -124,13 +126,21 @@ def bytes_per_row(
     context: tokens of the prompt
     dtype: of the model
     sizes: None = the defaults of `Sizes`
-    bits: how the middle is packed, None = in the model's dtype
+    bits: how the middle is packed, None = as the mask says, or in the model's dtype
+
+    Raises ValueError for bits beside those of a mask.
     """
+    if isinstance(mask, str | os.PathLike):
+        mask = ChannelMask.load(mask)
     keep, sizes = layer_masks(mask).cpu(), sizes or Sizes()
     layers, heads, dim = keep.shape
     middle = round_up(max(0, context - sizes.sink - sizes.window), PAGE)
     count = keep.sum(-1).numpy()
     ends = 2 * layers * heads * dim * (sizes.sink + sizes.ring) * dtype.itemsize
+    if isinstance(mask, ChannelMask) and mask.precision is not None:
+        if bits is not None:
+            raise ValueError("the mask has bits per channel; leave out bits")
+        return ends + int(middle * sum(x.sum() for x in mask.precision.token_bytes(dtype.itemsize)))
     if bits is None:
         return ends + middle * int((count + dim * (count > 0)).sum()) * dtype.itemsize
     k, v = bits.pages(dim, count, dtype)

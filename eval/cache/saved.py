@@ -23,12 +23,16 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from leank.data_gen.request import LONGEST
 from leank.eval.cache.layer import CompressedLayer
+from leank.eval.cache.storage.banded import Banded, codecs
 from leank.eval.cache.storage.channels import KeptChannels
+from leank.eval.cache.storage.codecs import Codec
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.segment import PAGE, Extent, Segment
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
+from leank.mask import ChannelMask
+from leank.precision import Precision
 from leank.tensor_files import DIGEST, DamagedFile, digest, read_tensors, write_tensors
 from leank.typed import Checked, typed
 
@@ -47,7 +51,8 @@ class Header(Checked):
     model, mask: digests
     sizes: of every compressed layer
     columns: of the prompt and of what followed, padding included
-    packing: of each layer, bits and group of a packed middle; None = it is in the model's dtype
+    packing: of each layer, bits and group of a packed middle; None = it is in the model's dtype, or in the bits of its
+        tensors key_bits and value_bits
     """
 
     model: str
@@ -111,7 +116,7 @@ def _compressed(layer: CompressedLayer) -> dict[str, Tensor]:
     assert store is not None
     if store.eviction is not None or store.reads is not None:
         raise ValueError("a cache that evicts tokens while decoding, or chooses what it reads, cannot be saved")
-    if middle.bits is not None and type(middle.bits) is not Packing:
+    if middle.bits is not None and type(middle.bits) not in (Packing, Banded):
         raise ValueError(
             f"a middle that {type(middle.bits).__name__} stores cannot be saved: leave out `bits`, or choose kivi"
         )
@@ -126,7 +131,17 @@ def _compressed(layer: CompressedLayer) -> dict[str, Tensor]:
             tensors[name] = mask.bool() if mask.ndim == 2 else table.mask()
     if middle.joins is not None:
         tensors["joins"] = middle.joins.bool()
+    if isinstance(middle.bits, Banded):
+        tensors |= middle.bits.widths()
     return tensors if middle.center is None else {**tensors, "center": middle.center.float()}
+
+
+def _codec(own: Mapping[str, Tensor], packing: Sequence[int] | None) -> Codec | None:
+    """That of one layer of a file."""
+    if "key_bits" not in own:
+        return Packing(*packing) if packing else None
+    (codec,) = codecs(Precision(own["key_bits"][None], own["value_bits"][None]))
+    return codec
 
 
 def _sliding(layer: Any) -> dict[str, Tensor]:
@@ -167,7 +182,7 @@ class Saved:
                     own.get("channels"),
                     own.get("values"),
                     own.get("joins"),
-                    Packing(*pages) if pages else None,
+                    _codec(own, pages),
                     center=own.get("center"),
                 )
                 for own, pages in zip(self.layers, self.header.packing, strict=True)
@@ -175,28 +190,32 @@ class Saved:
         except (ValueError, TypeError, IndexError, RecursionError) as error:
             raise DamagedFile(path, error, CURE) from error
 
-    def check(self, model: PreTrainedModel, keep: Tensor | None, means: Tensor | None = None) -> None:
-        """Raise ValueError unless this model made the cache, with this mask.
-
-        keep: [L, H, D], None = any mask
-        means: [L, H, D], mean keys of that mask, None = it has none
-        """
+    def check(self, model: PreTrainedModel, mask: ChannelMask | None) -> None:
+        """Raise ValueError unless this model made the cache, with this mask; None = any mask."""
         if self.header.model != model_digest(model):
             kind = model.config.get_text_config(decoder=True).model_type
             raise ValueError(
                 f"{self.path} was made by another model than this {kind}: its weights, their names or dtype differ; "
                 "load the model that made it"
             )
-        if keep is not None and self.header.mask != mask_digest({i: keep[i] for i in self.compressed if i < len(keep)}):
+        if mask is None:
+            return
+        keep = mask.keep
+        if self.header.mask != mask_digest({i: keep[i] for i in self.compressed if i < len(keep)}):
             raise ValueError(f"{self.path} was made with another mask; load that one, or leave mask out")
-        centers = [self.layers[i].get("center") for i in self.compressed]
-        if means is None:
-            same = all(center is None for center in centers)
-        else:
-            theirs = [means[i] for i in self.compressed]
-            same = all(c is not None and torch.equal(c, m) for c, m in zip(centers, theirs, strict=True))
-        if keep is not None and not same:
-            raise ValueError(f"{self.path} was made with other mean keys; load that mask, or leave mask out")
+        bits = mask.precision
+        keys, values = (None, None) if bits is None else (bits.key_bits, bits.value_bits)
+        wanted = {
+            "center": (mask.mean_keys, "mean keys"),
+            "key_bits": (keys, "bits of K"),
+            "value_bits": (values, "bits of V"),
+        }
+        for name, (theirs, what) in wanted.items():
+            for i in self.compressed:
+                mine = self.layers[i].get(name)
+                same = mine is theirs if mine is None or theirs is None else torch.equal(mine, theirs[i])
+                if not same:
+                    raise ValueError(f"{self.path} was made with other {what}; load that mask, or leave mask out")
 
     def fill(self, layers: Sequence[Any], model: PreTrainedModel) -> None:
         """Put what the file holds into the new layers of this model. Raises DamagedFile for tables that cannot be."""
@@ -227,7 +246,7 @@ def _store(own: Mapping[str, Tensor], layer: CompressedLayer, model: PreTrainedM
         setattr(store, name, own[name].to(device))
     batch, heads, slots, dim = store.ring_k.shape
     store.seen_dev, store.start_dev = (torch.from_numpy(n.copy()).to(device) for n in (store.seen, store.start))
-    store.channels = KeptChannels.of(middle.channels, store.ring_k)
+    store.channels = KeptChannels.of(middle.channels, store.ring_k, middle.labels)
     store.values = None if middle.values is None else KeptChannels.of(middle.values, store.ring_k)
     store.prompt, store.tail = (_segment(own, name, store) for name in SEGMENTS)
     seen, start, floor = store.seen, store.start, store.floor

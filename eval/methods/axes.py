@@ -18,6 +18,7 @@ from leank.eval.cache.storage import codecs, middle
 from leank.eval.cache.storage.eviction import Eviction
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.prefill import Prefill, PromptLayer
+from leank.precision import Precision
 from leank.shape import kv_shape
 from leank.typed import Checked
 
@@ -114,6 +115,10 @@ class Channels(Axis, ABC):
 
     def mean_keys(self) -> Tensor | None:
         """What stands for pruned channels of K, [L, H, D]; None is 0."""
+        return None
+
+    def precision(self) -> Precision | None:
+        """In how many bits the channels of K, and V, are stored; None leaves that to the axis of bits."""
         return None
 
     def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[np.ndarray, np.ndarray] | None:

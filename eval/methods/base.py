@@ -10,12 +10,15 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from leank.eval.cache import CompressedCache, CompressedLayer, Sizes, compressed_cache
+from leank.eval.cache.storage import banded
+from leank.eval.cache.storage.codecs import Codec
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.sizes import middle_columns, real_positions
 from leank.eval.inference.prefill import Prefill, PromptLayer
 from leank.eval.inference.prefill import prefill as dense_pass
 from leank.eval.methods.axes import Axis, Bits, Channels, PromptPass, Reads, Tokens
 from leank.eval.methods.registry import AXES, name_of
+from leank.precision import Precision
 from leank.typed import Checked, Count, OneOf, Positive
 
 BACKENDS = ("auto", "torch", "triton")
@@ -76,6 +79,24 @@ class Method(Checked):
         """Whether this method needs the attention that each key receives from all queries of the prompt."""
         return any(choice.column_sums for choice in self.axes.values())
 
+    def layout(self) -> Precision | None:
+        """The bits of each channel that its mask brings, None if it brings none.
+
+        Raises ValueError beside a choice of bits, and if `flush` is not of whole groups.
+        """
+        found = None if self.channels is None else self.channels.precision()
+        if found is not None:
+            if self.bits is not None:
+                raise ValueError(
+                    f"method.{self.label}: its mask has bits per channel, and method.{self.label}.bits="
+                    f"{name_of(self.bits)} would store them otherwise; leave out one of the two"
+                )
+            try:
+                banded.check_flush(self.flush)
+            except ValueError as error:
+                raise ValueError(f"method.{self.label}: {error}") from error
+        return found
+
     def config(self) -> dict[str, Any]:
         """What the answers depend on, as JSON: choices and sizes; empty for the dense cache."""
         if not self.axes:
@@ -135,13 +156,19 @@ class Method(Checked):
         channels = None if self.channels is None else self.channels.keep_mask(prefill, config)
         values = None if self.channels is None else self.channels.keep_value_mask(prefill, config)
         means = None if self.channels is None else self.channels.mean_keys()
+        layout = self.layout()
+        codecs: list[Codec | None] = [None] * len(prefill.layers)
+        if layout is not None:
+            codecs = [*banded.codecs(layout)]
+        elif self.bits is not None:
+            codecs = [self.bits.of_layer(index, prefill) for index in range(len(codecs))]
         joins = None if self.tokens is None else self.tokens.joins(config)
         return [
             Middle(
                 channels=None if channels is None else channels[..., index, :, :],
                 values=None if values is None else values[..., index, :, :],
                 joins=None if joins is None else joins[index],
-                bits=None if self.bits is None else self.bits.of_layer(index, prefill),
+                bits=codecs[index],
                 reads=None if self.reads is None else self.reads.of_layer(index),
                 eviction=self.tokens.eviction(layer, config, sizes)
                 if self.tokens is not None and isinstance(layer, PromptLayer)

@@ -13,10 +13,12 @@ from dataclasses import replace
 import numpy as np
 from transformers import PreTrainedConfig
 
+from leank.eval.cache.storage.segment import round_up
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.models import windows_of
 from leank.eval.methods.axes import Held
 from leank.eval.methods.base import Method
+from leank.precision import GROUP
 from leank.shape import kv_shape
 
 TOLERANCE = 0.03
@@ -27,8 +29,14 @@ WHOLE = ("budget", "window")  # settings in tokens; all others are shares and ac
 def held_bytes(method: Method, held: Held) -> float:
     """Bytes of sink, window and middle, and of what choices hold in addition (bounds of pages, scores of tokens)."""
     ends = 2 * held.dim * held.itemsize * held.ends.sum()
-    numbers = held.itemsize * (held.middle * (held.k + held.v)).sum()
-    middle = numbers if method.bits is None else method.bits.packed(held)
+    layout = method.layout()
+    if layout is not None:
+        k, v = (x.numpy() for x in layout.token_bytes(held.itemsize))
+        middle = float((round_up(held.middle, GROUP) * k + held.middle * v).sum())
+    elif method.bits is not None:
+        middle = method.bits.packed(held)
+    else:
+        middle = held.itemsize * (held.middle * (held.k + held.v)).sum()
     return float(ends + middle + sum(choice.extra_bytes(held) for choice in method.axes.values()))
 
 

@@ -89,6 +89,7 @@ def build_methods(
                 choice.check(text_config, tokenizer)
             except ValueError as error:
                 raise ValueError(f"method.{one.label}: {error}") from error
+        one.layout()
     return methods
 
 

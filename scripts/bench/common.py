@@ -135,8 +135,8 @@ def _of_token(store: Store) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of K and of V of one token of each head's middle [B, H]; of packed numbers scales and zero points, too."""
     part, size = store.prompt, store.ring_k.element_size()
     if isinstance(part, PageSegment):
-        k, v = part.codec.pages(part.head_dim, part.channels.count, part.dtype)
-        return np.asarray(sum(k)) / PAGE, np.full(part.length.shape, sum(v) / PAGE)
+        k, v = part.page_bytes()
+        return k / PAGE, v / PAGE
     of_values = np.full(part.length.shape, part.head_dim) if part.values is None else part.values.count
     return part.channels.count * size, of_values * size
 

@@ -7,23 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from leank.eval.serving.settings import ServerSettings
 from leank.mask import FORMAT, LAYOUT_FORMAT, ChannelMask
-from leank.precision import GROUP, KEY_BITS, ROOM, VALUE_BITS, Precision
+from leank.precision import GROUP, ROOM, Precision
 from leank.tensor_files import write_tensors
+from tests.helpers.layouts import layout, layout_mask
 
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from([8, 24, 64, 128]))
 SEEDS = st.integers(0, 10**6)
 
 
-def layout(shape, seed, keys=KEY_BITS, values=VALUE_BITS):
-    """A layout of these bits at random; the first head is empty."""
-    generator = torch.Generator().manual_seed(seed)
-    of_keys = torch.tensor(keys, dtype=torch.uint8)[torch.randint(len(keys), shape, generator=generator)]
-    of_keys[0, 0] = 0
-    of_values = torch.tensor(values, dtype=torch.uint8)[torch.randint(len(values), shape[:2], generator=generator)]
-    return Precision(of_keys, of_values)
-
-
+@pytest.mark.filterwarnings("ignore:mask=.*all heads are empty")
 @settings(deadline=None, max_examples=30)
 @given(SHAPES, SEEDS, st.booleans())
 def test_a_layout_comes_back_from_its_file(tmp_path_factory, shape, seed, with_means):
@@ -121,10 +115,10 @@ def test_a_file_whose_bits_and_format_differ_is_refused(tmp_path, form):
         ChannelMask.load(path)
 
 
-def test_who_reads_kept_channels_alone_refuses_a_layout(tmp_path, monkeypatch):
-    from leank.eval.serving.settings import ServerSettings
-
-    precision = layout((1, 2, 8), 0)
-    ChannelMask(precision.keep, precision=precision).save(tmp_path / "m.safetensors")
+def test_a_server_refuses_a_layout_and_a_card_tells_of_it(tmp_path):
+    mask = layout_mask((1, 2, 8), 0)
+    mask.save(tmp_path / "m.safetensors")
+    mask.save_pretrained(tmp_path / "card")
+    assert f"takes {100 * mask.middle_bytes:.0f}% of its dense bytes" in (tmp_path / "card/README.md").read_text()
     with pytest.raises(ValueError, match="vLLM stores kept channels in the model's dtype"):
         ServerSettings.find({"leank": {"mask": str(tmp_path / "m.safetensors")}})

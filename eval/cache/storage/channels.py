@@ -24,7 +24,7 @@ class KeptChannels:
     """Kept channels per row and KV head, ragged.
 
     count: [B, H] on the host, how many channels a head keeps
-    index: [B, H, D] int32 on the cache's device, the kept channels in ascending order, then zeros
+    index: [B, H, D] int32 on the cache's device, the kept channels in ascending order, labels first, then zeros
     first: [B, H] on the host, how many of them are labels, which stand before the others; None = there are none
     """
 
@@ -39,7 +39,7 @@ class KeptChannels:
 
         keep: [H, D] or [B, H, D], True = kept, None = every channel
         k: [B, H, T, D], the keys or values
-        labels: bool [H, D], the channels that stand first where they are kept, None = no channel does
+        labels: bool or uint8 [H, D], kept channels of a larger number stand before the others, None = no channel does
 
         Raises ValueError if the mask was made for another batch, number of heads or head_dim.
         """
@@ -51,8 +51,8 @@ class KeptChannels:
                 "use the mask made for this model and batch"
             )
         count = keep.sum(-1)
-        labels = None if labels is None else labels.to(keep.device) & keep
-        rank = (~keep).to(torch.uint8) if labels is None else 2 - keep.to(torch.uint8) - labels.to(torch.uint8)
+        labels = None if labels is None else labels.to(keep.device, torch.uint8) * keep
+        rank = (~keep).to(torch.int16) if labels is None else -(keep.to(torch.int16) + labels)
         order = torch.argsort(rank, dim=-1, stable=True)
         index = torch.where(torch.arange(dim, device=keep.device) < count[..., None], order, 0).to(torch.int32)
         on_device = index if index.device == k.device else upload(index.cpu().numpy(), k.device)
@@ -60,7 +60,7 @@ class KeptChannels:
         def of_rows(count: Tensor) -> np.ndarray:
             return np.broadcast_to(count.cpu().numpy().astype(np.int64), (batch, heads))
 
-        first = None if labels is None else of_rows(labels.sum(-1))
+        first = None if labels is None else of_rows((labels > 0).sum(-1))
         return cls(of_rows(count), on_device.expand(batch, heads, dim), first)
 
     @property
@@ -117,8 +117,6 @@ def layer_masks(mask: object, config: PreTrainedConfig | None = None) -> Tensor:
     """
     if isinstance(mask, str | os.PathLike):
         mask = ChannelMask.load(mask)
-    if isinstance(mask, ChannelMask):
-        mask.refuse_precision("this cache")
-        if config is not None:
-            mask.check_model(config)
+    if isinstance(mask, ChannelMask) and config is not None:
+        mask.check_model(config)
     return mask.keep if isinstance(mask, ChannelMask) else ChannelMask(torch.as_tensor(mask)).keep

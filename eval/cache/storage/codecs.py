@@ -1,14 +1,16 @@
 """How the middle's numbers are stored in another form than the model's: a codec, and the segments that it fills.
 
 A quantiser is one class. `PageCodec` has the storage: a subclass says with how many `bits`, and how vectors are encoded
-and decoded; `quantised` (KIVI) also lays its pages out for a kernel. `RecordCodec` makes short records of keys.
+and decoded; `quantised` (KIVI) also lays its pages out for a kernel. `banded` makes pages of several quantisers.
+`RecordCodec` makes short records of keys.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from leank.eval.cache.storage.upload import upload
 
 Folds = tuple[tuple[int, int], ...]  # (axis, shift): of this axis, the second half lies `shift` bits above the first
 
-LOWER = {4: 0x0F, 2: 0x33}  # the bits of a byte that hold codes where others lie so many bits higher
+LOWER = {4: 0x0F, 2: 0x33, 1: 0x55}  # the bits of a byte that hold codes where others lie so many bits higher
 VECTOR_FOLDS: dict[int, Folds] = {8: (), 4: ((-1, 4),), 2: ((-1, 4), (-1, 2))}  # by bits, of whole vectors [64, d]
 
 
@@ -49,6 +51,11 @@ class Codec(ABC):
 
     kernels: ClassVar[str | None] = None
 
+    @property
+    def order(self) -> Tensor | None:
+        """Numbers of channels of K, uint8 [H, D]: those of a larger one are stored before the others; None = any."""
+        return None
+
     @abstractmethod
     def segment(self, extent: Extent) -> Segment:
         """An empty segment of this form."""
@@ -62,18 +69,41 @@ class Codec(ABC):
 # Codes of K and V in pages
 
 
-class PageCodec(Codec):
-    """Kept channels of K, and V, as codes of few bits and some numbers beside them, in pages of 64 tokens.
+class BandCodec(Codec):
+    """K and V in pages of 64 tokens, in which each head stores K in bands: channels that a codec of its own encodes.
+
+    group: tokens that are encoded together, a divisor of 64
+    """
+
+    group: int = 1
+
+    @abstractmethod
+    def bands(self, head: int, channels: int) -> Sequence[tuple[PageCodec, int]]:
+        """How a head stores the `channels` of K that it keeps: the codec and the number of channels of each band."""
+
+    @abstractmethod
+    def of_values(self, head: int) -> PageCodec:
+        """How a head stores V."""
+
+    @abstractmethod
+    def page_bytes(self, head_dim: int, count: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of a page of K and of V of heads that keep `count` [B, H] channels, each [B, H]."""
+
+    def segment(self, extent: Extent) -> PageSegment:
+        """An empty packed segment; V keeps all its channels."""
+        return PageSegment(extent, self)
+
+
+class PageCodec(BandCodec):
+    """Kept channels of K, and V, as codes of few bits and some numbers beside them: one band in every head.
 
     A page is a plane of codes, in bytes, then a plane of numbers in the model's dtype. Here every vector of a token has
     codes in whole bytes and one number. A subclass whose pages lie otherwise says so in `pages`, `pack` and `unpack`.
 
     bits: of a code, 2, 4 or 8
-    group: tokens that are encoded together, a divisor of 64
     """
 
     bits: int
-    group: int = 1
 
     @abstractmethod
     def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
@@ -101,15 +131,44 @@ class PageCodec(Codec):
         """Codes [..., 64, d] and numbers of the planes that `pack` made."""
         return unfold(codes.unflatten(-1, (PAGE, -1)), VECTOR_FOLDS[self.bits])[..., :dim], numbers
 
-    def segment(self, extent: Extent) -> PageSegment:
-        """An empty packed segment; V keeps all its channels."""
-        return PageSegment(extent, self)
+    def bands(self, head: int, channels: int) -> Sequence[tuple[PageCodec, int]]:
+        """One band of all channels that are kept."""
+        return [(self, channels)]
+
+    def of_values(self, head: int) -> PageCodec:
+        """This codec."""
+        return self
+
+    def page_bytes(self, head_dim: int, count: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of a page of K and of V; see `BandCodec.page_bytes`."""
+        k, v = self.pages(head_dim, count, dtype)
+        return np.asarray(sum(k)), np.full_like(count, sum(v))
+
+
+class Plane(NamedTuple):
+    """What one codec stores of a head.
+
+    keys: whether it is of K, else of V
+    channels: which of the kept channels
+    codes, numbers: views of the pages, [rows, pages, ...]
+    """
+
+    codec: PageCodec
+    keys: bool
+    channels: slice
+    codes: Tensor
+    numbers: Tensor
+
+    def decoded(self) -> Tensor:
+        """The vectors [rows, pages, 64, channels]."""
+        found = self.codec.unpack(self.codes, self.numbers, self.channels.stop - self.channels.start, self.keys)
+        return self.codec.decode(*found, self.keys)
 
 
 class PageSegment(Segment):
     """A Segment whose k and v are packed pages, uint8; appended tokens begin at a whole group in every head."""
 
-    def __init__(self, extent: Extent, codec: PageCodec) -> None:
+    def __init__(self, extent: Extent, codec: BandCodec) -> None:
         assert extent.values is None
         self.codec = codec
         super().__init__(extent)
@@ -120,9 +179,12 @@ class PageSegment(Segment):
     def _form(self) -> torch.dtype:
         return torch.uint8
 
+    def page_bytes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of a page of K and of V, each [B, H]."""
+        return self.codec.page_bytes(self.head_dim, self.channels.count, self.dtype)
+
     def _sizes(self) -> tuple[tuple[np.ndarray, int], ...]:
-        pages = self.codec.pages(self.head_dim, self.channels.count, self.dtype)
-        sizes = [self.capacity // PAGE * (codes + numbers) for codes, numbers in pages]
+        sizes = [self.capacity // PAGE * page for page in self.page_bytes()]
         return tuple((size, max(1, int(np.gcd.reduce(size, axis=None)))) for size in sizes)
 
     def append(self, rows: np.ndarray, k: Tensor, v: Tensor, count: np.ndarray | None = None) -> None:
@@ -142,90 +204,97 @@ class PageSegment(Segment):
 
     def _write(self, row: int, number: int, head: int, at: int, k: Tensor, v: Tensor) -> None:
         n, short = k.shape[1], -k.shape[1] % self.codec.group
-        pages, new = slice(at // PAGE, -(-(at + n) // PAGE)), (kept_of(k, self.channels, row, head), v)
-        for (codes, numbers), x, keys in zip(self._planes(row, number, head), new, (True, False), strict=True):
+        first, last = at // PAGE, -(-(at + n) // PAGE)
+        k = kept_of(k, self.channels, row, head)
+        for codec, keys, channels, codes, numbers in self._planes(row, number, head):
+            x = (k if keys else v)[..., channels]
             # A short group repeats its last token, and so the kernel reads numbers where it reads pairs of tokens.
             whole = torch.cat([x, x[:, -1:].expand(-1, short, -1)], 1)
-            held = self.codec.unpack(codes[:, pages], numbers[:, pages], x.shape[-1], keys)
+            held = codec.unpack(codes[:, first:last], numbers[:, first:last], x.shape[-1], keys)
             opened = [y.flatten(1, 2).clone() for y in held]  # with the tokens of all pages in a row
-            for old, coded in zip(opened, self.codec.encode(whole, keys), strict=True):
-                tokens = (pages.stop - pages.start) * PAGE // old.shape[1]  # that an entry of this tensor stands for
-                first = at % PAGE // tokens
-                old[:, first : first + coded.shape[1]] = coded
-            of_codes, of_numbers = (y.unflatten(1, (pages.stop - pages.start, -1)) for y in opened)
-            codes[:, pages], numbers[:, pages] = self.codec.pack(of_codes, of_numbers, keys)
+            for old, coded in zip(opened, codec.encode(whole, keys), strict=True):
+                tokens = (last - first) * PAGE // old.shape[1]  # that an entry of this tensor stands for
+                begin = at % PAGE // tokens
+                old[:, begin : begin + coded.shape[1]] = coded
+            of_codes, of_numbers = (y.unflatten(1, (last - first, -1)) for y in opened)
+            codes[:, first:last], numbers[:, first:last] = codec.pack(of_codes, of_numbers, keys)
 
-    def _planes(self, row: int, number: int, head: int) -> list[tuple[Tensor, Tensor]]:
-        """Codes and numbers of K, and of V, of one head in `number` rows of the same layout: [number, pages, ...]."""
-        pages, channels = int(self.capacity[row, head]) // PAGE, int(self.channels.count[row, head])
-        found = []
-        for flat, start, (codes, numbers) in zip(
-            (self.k, self.v),
-            (self.k_start, self.v_start),
-            self.codec.pages(self.head_dim, channels, self.dtype),
-            strict=True,
+    def _planes(self, row: int, number: int, head: int) -> list[Plane]:
+        """What one head holds in `number` rows of the same layout: the bands of K in their order, then V."""
+        pages, found = int(self.capacity[row, head]) // PAGE, []
+        for flat, start, keys, size in zip(
+            (self.k, self.v), (self.k_start, self.v_start), (True, False), self.page_bytes(), strict=True
         ):
             ahead = int(start[row + 1, head] - start[row, head]) if number > 1 else 0
-            shape = (number, pages, codes + numbers)
-            region = flat.as_strided(shape, (ahead, codes + numbers, 1), int(start[row, head]))
-            found.append((region[..., :codes], region[..., codes:].view(self.dtype)))
+            page = int(size[row, head])
+            region = flat.as_strided((number, pages, page), (ahead, page, 1), int(start[row, head]))
+            found += self._in_pages(region, head, int(self.channels.count[row, head]), keys)
         return found
 
-    def _decoded(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> Tensor:
-        """The vectors [..., 64, d] of the planes of pages."""
-        return self.codec.decode(*self.codec.unpack(codes, numbers, dim, keys), keys)
+    def _in_pages(self, pages: Tensor, head: int, count: int, keys: bool) -> list[Plane]:
+        """What the codecs of a head that keeps `count` channels store in pages [rows, pages, bytes] of K or V."""
+        found, at, channel = [], 0, 0
+        bands = self.codec.bands(head, count) if keys else [(self.codec.of_values(head), self.head_dim)]
+        for codec, channels in bands:
+            codes, numbers = codec.pages(self.head_dim, channels, self.dtype)[0 if keys else 1]
+            of_numbers = pages[..., at + codes : at + codes + numbers].view(self.dtype)
+            part = slice(channel, channel + channels)
+            found.append(Plane(codec, keys, part, pages[..., at : at + codes], of_numbers))
+            at, channel = at + codes + numbers, channel + channels
+        return found
 
     def _regions(self, row: int, head: int) -> tuple[Tensor, Tensor]:
         """One head's room decoded, a copy: K [pages, channels, 64], V [capacity, D]."""
-        k, v = self._planes(row, 1, head)
-        keys = self._decoded(*k, int(self.channels.count[row, head]), True)
-        return keys[0].mT, self._decoded(*v, self.head_dim, False)[0].flatten(0, 1)
+        *k, v = (plane.decoded()[0] for plane in self._planes(row, 1, head))
+        return torch.cat(k, -1).mT, v.flatten(0, 1)
 
     def padded_keys(self, hidden: Tensor) -> Tensor:
         """The keys of all heads, zero where there is none: [B H, channels, N].
 
         hidden: [B H, N] bool, columns without a token
         """
-        count = self.channels.count.reshape(-1)
-        out = torch.zeros(*hidden.shape[:1], int(count.max()), hidden.shape[1], dtype=self.dtype, device=hidden.device)
-        for channels in np.unique(count[self.length.reshape(-1) > 0]).tolist():
-            planes, _ = self.codec.pages(self.head_dim, channels, self.dtype)
-            heads, codes, numbers = self._of_heads(self.k, self.k_start, planes, count == channels, hidden.shape[1])
-            keys = self._decoded(codes, numbers, channels, True).flatten(1, 2).mT
-            out[heads, :channels] = torch.where(hidden[heads, None], 0, keys)
+        most = int(self.channels.count.max())
+        out = torch.zeros(len(hidden), most, hidden.shape[1], dtype=self.dtype, device=hidden.device)
+        for heads, planes in self._of_heads(hidden.shape[1], True):
+            for plane in planes:
+                keys = plane.decoded().flatten(1, 2).mT
+                out[heads, plane.channels] = torch.where(hidden[heads, None], 0, keys)
         return out
 
     def padded_values(self, hidden: Tensor) -> Tensor:
         """The values of all heads, zero where there is none, [B H, N, D]; hidden [B H, N], columns without a token."""
         out = torch.zeros(*hidden.shape, self.head_dim, dtype=self.dtype, device=hidden.device)
-        _, planes = self.codec.pages(self.head_dim, 0, self.dtype)
-        every = np.ones(len(hidden), dtype=bool)
-        heads, codes, numbers = self._of_heads(self.v, self.v_start, planes, every, hidden.shape[1])
-        values = self._decoded(codes, numbers, self.head_dim, False).flatten(1, 2)
-        out[heads] = torch.where(hidden[heads, :, None], 0, values)
+        for heads, (plane,) in self._of_heads(hidden.shape[1], False):
+            out[heads] = torch.where(hidden[heads, :, None], 0, plane.decoded().flatten(1, 2))
         return out
 
-    def _of_heads(
-        self, flat: Tensor, start: np.ndarray, planes: tuple[int, int], some: np.ndarray, columns: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Heads [n] among `some` [B H] that hold tokens, and copies of their pages' codes and numbers [n, pages, ...].
+    def _of_heads(self, columns: int, keys: bool) -> Iterator[tuple[Tensor, list[Plane]]]:
+        """Copies of the pages of heads that hold tokens, for those of a kind at a time: the heads [n], and their pages.
 
-        planes: bytes of a page's codes, and of its numbers
         columns: tokens; where a head has no page, its last one stands
         """
-        codes, numbers = planes
-        length, (found,) = self.length.reshape(-1), np.nonzero(some & (self.length.reshape(-1) > 0))
-        page = np.minimum(np.arange(columns // PAGE), (length[found, None] - 1) // PAGE)
-        starts = upload(start.reshape(-1)[found, None] + page * (codes + numbers), flat.device)
-        every = flat.as_strided((max(0, len(flat) - codes - numbers + 1), codes + numbers), (1, 1))
-        pages = every.index_select(0, starts.flatten()).view(*starts.shape, -1)
-        return upload(found, flat.device), pages[..., :codes], pages[..., codes:].contiguous().view(self.dtype)
+        flat, start = (self.k, self.k_start) if keys else (self.v, self.v_start)
+        length, count = (a.reshape(-1) for a in (self.length, self.channels.count))
+        size, heads = self.page_bytes()[0 if keys else 1].reshape(-1), self.length.shape[1]
+        kinds: dict[object, list[int]] = {}
+        for head in np.flatnonzero(length > 0).tolist():
+            kind = (
+                tuple(self.codec.bands(head % heads, int(count[head]))) if keys else self.codec.of_values(head % heads)
+            )
+            kinds.setdefault(kind, []).append(head)
+        for found in map(np.array, kinds.values()):
+            first, own = int(found[0]), int(size[found[0]])
+            page = np.minimum(np.arange(columns // PAGE), (length[found, None] - 1) // PAGE)
+            starts = upload(start.reshape(-1)[found, None] + page * own, flat.device)
+            every = flat.as_strided((max(0, len(flat) - own + 1), own), (1, 1))
+            pages = every.index_select(0, starts.flatten()).view(*starts.shape, -1)
+            yield upload(found, flat.device), self._in_pages(pages, first % heads, int(count[first]), keys)
 
     def held(self) -> tuple[int, int]:
         """Bytes of K and of V of the tokens held; a short group counts as a whole one."""
-        k, v = self.codec.pages(self.head_dim, self.channels.count, self.dtype)
+        k, v = self.page_bytes()
         tokens = round_up(self.length, self.codec.group)
-        return int((tokens * sum(k)).sum()) // PAGE, int(self.length.sum()) * sum(v) // PAGE
+        return int((tokens * k).sum()) // PAGE, int((self.length * v).sum()) // PAGE
 
 
 # Keys as records

@@ -100,11 +100,12 @@ class Middle:
 
     @property
     def labels(self) -> Tensor | None:
-        """Channels that are stored before the others, bool [H, D]; None = none.
+        """Numbers of channels [H, D], of which those of larger numbers are stored before the others; None = none.
 
-        With bits there are none: only the kernel gains from that order, and it does not read codes by choice.
+        With bits they are the codec's: only the kernel gains from the order of the choice of reads, and it does not
+        read codes by choice.
         """
-        return None if self.bits is not None else getattr(self.reads, "labels", None)
+        return getattr(self.reads, "labels", None) if self.bits is None else self.bits.order
 
     def joining(self, channels: KeptChannels) -> np.ndarray:
         """Which heads [B, H] take tokens that leave the window, bool."""

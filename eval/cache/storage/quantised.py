@@ -1,4 +1,4 @@
-"""Middle K and V in 2, 4 or 8 bits (KIVI, section 3): a codec of pages.
+"""Middle K and V in 2, 3, 4 or 8 bits (KIVI, section 3): a codec of pages.
 
 A *cell* is `group` numbers that share a scale and a zero point: tokens of one channel in K, channels of one token in V.
 KIVI keeps a residual of recent tokens
@@ -11,7 +11,10 @@ A page of 64 tokens is a plane of codes, then one of *scales*: every cell's scal
     K, 8 bits  [64, C]                                          [64 / group, C / 2, 2, 2]
        4 bits  [32, C], a byte for tokens t and t + 32
        2 bits  [32, C / 2], also for channels c and c + C / 2
+       1 bit   [32, C / 4], also for channels C / 4 apart
     V          [D bits / 8, 64], for channels D bits / 8 apart  [D / group, 32, 2, 2]
+
+A code of 3 bits lies in two planes: its lower 2 bits as codes of 2, then its upper one.
 
 A byte holds codes of numbers that lie far apart, the first in the lowest bits. So the codes of a byte belong to
 different products of the kernel, and one load of bytes is an operand of each. Neighbours in memory are numbers over
@@ -33,15 +36,16 @@ from leank.eval.cache.storage.segment import PAGE, Count, Extent, round_up
 
 ROOM = 16  # a page has room for a multiple of so many channels of K
 # By bits, how codes join in the bytes of a page of K, [64, C], and of V, [D, 64].
-K_FOLDS: dict[int, Folds] = {8: (), 4: ((-2, 4),), 2: ((-1, 2), (-2, 4))}
-V_FOLDS: dict[int, Folds] = {8: (), 4: ((-2, 4),), 2: ((-2, 4), (-2, 2))}
+K_FOLDS: dict[int, Folds] = {8: (), 4: ((-2, 4),), 2: ((-1, 2), (-2, 4)), 1: ((-1, 2), (-1, 1), (-2, 4))}
+V_FOLDS: dict[int, Folds] = {8: (), 4: ((-2, 4),), 2: ((-2, 4), (-2, 2)), 1: ((-2, 4), (-2, 2), (-2, 1))}
+PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # by bits of a code, those of its parts, the lowest first
 
 
 @dataclass(frozen=True)
 class Packing(PageCodec):
     """KIVI's codec.
 
-    bits: of a number, 2, 4 or 8
+    bits: of a number, 2, 3, 4 or 8
     group: numbers in a cell, a divisor of 64 that fills whole bytes
 
     Raises ValueError for other numbers.
@@ -52,8 +56,8 @@ class Packing(PageCodec):
     group: int = 32
 
     def __post_init__(self) -> None:
-        if self.bits not in K_FOLDS:
-            raise ValueError(f"bits={self.bits} must be 2, 4 or 8")
+        if self.bits not in PLANES:
+            raise ValueError(f"bits={self.bits} must be 2, 3, 4 or 8")
         if self.group < 1 or PAGE % self.group or self.group * self.bits % 8:
             raise ValueError(f"group={self.group} must divide {PAGE} and be at least {8 // self.bits}; KIVI uses 32")
 
@@ -70,6 +74,8 @@ class Packing(PageCodec):
     @property
     def why_not_kernel(self) -> str | None:
         """Why only plain PyTorch can read it, or None."""
+        if self.bits == 3:
+            return "the kernel reads 3 bits in layouts of several widths alone"
         return None if self.group >= 32 else f"the kernel reads groups of 32 or 64 numbers, not {self.group}"
 
     def room(self, channels: Count) -> Count:
@@ -122,16 +128,26 @@ class Packing(PageCodec):
         """Planes of whole pages, as the table above says."""
         if keys:
             spare = self.room(codes.shape[-1]) - codes.shape[-1]
-            codes, numbers = fold(pad(codes, (0, spare)), K_FOLDS[self.bits]), pad(numbers, (0, 0, 0, spare))
+            codes, numbers = pad(codes, (0, spare)), pad(numbers, (0, 0, 0, spare))
         else:
-            codes, numbers = fold(codes.mT, V_FOLDS[self.bits]), numbers.transpose(-3, -2)
-        return codes.flatten(-2), numbers.unflatten(-2, (-1, 2)).mT.flatten(-4)
+            codes, numbers = codes.mT, numbers.transpose(-3, -2)
+        planes, lower = [], 0
+        for bits in PLANES[self.bits]:
+            part = codes >> lower & 2**bits - 1
+            planes.append(fold(part, (K_FOLDS if keys else V_FOLDS)[bits]).flatten(-2))
+            lower += bits
+        return torch.cat(planes, -1), numbers.unflatten(-2, (-1, 2)).mT.flatten(-4)
 
     def unpack(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> tuple[Tensor, Tensor]:
         """Codes and scales of the planes of pages."""
+        parts, found, lower = PLANES[self.bits], [], 0
+        for bits, plane in zip(parts, codes.split([codes.shape[-1] // self.bits * b for b in parts], -1), strict=True):
+            height = PAGE // (1 if bits == 8 else 2) if keys else dim * bits // 8
+            found.append(unfold(plane.unflatten(-1, (height, -1)), (K_FOLDS if keys else V_FOLDS)[bits]) << lower)
+            lower += bits
+        whole = sum(found[1:], start=found[0])
         if keys:
             scales = numbers.unflatten(-1, (PAGE // self.group, -1, 2, 2)).mT.flatten(-3, -2)
-            whole = unfold(codes.unflatten(-1, (PAGE // (1 if self.bits == 8 else 2), -1)), K_FOLDS[self.bits])
             return whole[..., :dim], scales[..., :dim, :]
         scales = numbers.unflatten(-1, (dim // self.group, PAGE // 2, 2, 2)).mT.flatten(-3, -2)
-        return unfold(codes.unflatten(-1, (-1, PAGE)), V_FOLDS[self.bits]).mT, scales.transpose(-3, -2)
+        return whole.mT, scales.transpose(-3, -2)

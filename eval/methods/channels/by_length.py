@@ -76,6 +76,13 @@ class ByLength(Channels):
         everything = torch.ones(kv_shape(config), dtype=torch.bool, device=prefill.logits.device)
         return self._by_row(prefill, {side: everything if keep is None else keep for side, keep in found.items()})
 
+    def precision(self) -> None:
+        for side, one in self.choices.items():
+            if one.precision() is not None:
+                raise ValueError(
+                    f"by_length.{side}: its mask has bits per channel, and one cache has one layout of them"
+                )
+
     def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[np.ndarray, np.ndarray] | None:
         return self.choices["below" if length <= self.at else "above"].kept_counts(config, length)
 

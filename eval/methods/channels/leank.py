@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from leank.eval.inference.prefill import Prefill
 from leank.eval.methods.axes import Channels, method
 from leank.mask import ChannelMask
+from leank.precision import Precision
 from leank.shipped import located
 from leank.typed import OneOf
 
@@ -25,7 +26,9 @@ from leank.typed import OneOf
 class LeanK(Channels):
     """One mask S, learned beforehand, selects the kept channels of K for all inputs: Q_S K_S^T stands for Q K^T.
 
-    A head without kept channels keeps no middle at all, V included. Beyond the paper, a mask may hold mean keys.
+    A head without kept channels keeps no middle at all, V included. Beyond the paper, a mask may hold mean keys, and in
+    how many bits each channel of K and each head's V is stored (leank.precision); then `flush` is a multiple of 64, and
+    the method has no choice of bits.
 
     Settings
     mask: str or ChannelMask, must be set: path of a training run's mask.safetensors or of a published .pth, or the mask
@@ -49,7 +52,6 @@ class LeanK(Channels):
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         mask = self.loaded
-        mask.refuse_precision("this method")
         try:
             mask.check_model(config)
         except ValueError as error:
@@ -57,18 +59,25 @@ class LeanK(Channels):
 
     def identity(self) -> dict[str, object]:
         """The mask's contents, not its path."""
-        digest = hashlib.sha256(self.loaded.keep.numpy().tobytes()).hexdigest()[:16]
-        found: dict[str, object] = {"mask": digest, "pruning_ratio": round(self.loaded.pruning_ratio, 6)}
-        means = self.mean_keys()
-        return found if means is None else found | {"means": hashlib.sha256(means.numpy().tobytes()).hexdigest()[:16]}
+        found: dict[str, object] = {"mask": _digest(self.loaded.keep)}
+        found["pruning_ratio"] = round(self.loaded.pruning_ratio, 6)
+        means, precision = self.mean_keys(), self.precision()
+        found |= {} if means is None else {"means": _digest(means)}
+        return found if precision is None else found | {"bits": _digest(precision.key_bits, precision.value_bits)}
 
     def mean_keys(self) -> Tensor | None:
         return self.loaded.mean_keys if self.compensation == "mask" else None
 
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
-        self.loaded.refuse_precision("this method")
         return self.loaded.keep
+
+    def precision(self) -> Precision | None:
+        return self.loaded.precision
 
     def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
         count = self.loaded.channels_per_head.numpy()
         return count, np.full_like(count, self.loaded.keep.shape[-1])
+
+
+def _digest(*tensors: Tensor) -> str:
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()[:16]

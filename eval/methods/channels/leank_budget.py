@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from leank.channel_scores import GROUPS, top
 from leank.eval.inference.prefill import Prefill
@@ -38,8 +38,7 @@ class LeanKBudget(LeanK):
     def identity(self) -> dict[str, object]:
         return {**super().identity(), "queries": self.queries, "group": self.group}
 
-    def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().check(config, tokenizer)
+    def precision(self) -> None:
         self.loaded.refuse_precision("leank_budget")
 
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:

@@ -26,22 +26,10 @@ from leank.eval.methods.bits.turboquant import Rotation, centroids, rotation
 from leank.eval.methods.channels.leank import LeanK
 from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, SEEDS, OracleLayer, left_padded, random_keep, run, tiny_model
+from tests.oracles.rounding import fake_quantise
 
 BITS = st.sampled_from([2, 4, 8])
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])
-
-
-def fake_quantise(x, bits):
-    """x [..., n], groups, every number replaced by the nearest of 2^bits levels from the group's least to its largest
-    number; of two that are as near the even one."""
-    low, high, wide = x.amin(-1), x.amax(-1), torch.promote_types(x.dtype, torch.float32)
-    scale = ((high.to(wide) - low.to(wide)) / (2**bits - 1)).to(x.dtype)
-    number = torch.arange(2**bits)
-    level = low.double()[..., None] + scale.double()[..., None] * number  # [..., levels]
-    distance = (x.double()[..., None] - level[..., None, :]).abs()
-    nearest = distance == distance.amin(-1, keepdim=True)
-    nearest = torch.where(nearest, number % 2, 2).argmin(-1)
-    return (nearest * scale.to(wide)[..., None] + low.to(wide)[..., None]).to(x.dtype)
 
 
 def fake_quantise_middle(k, v, bits, group):
@@ -310,8 +298,8 @@ def test_bytes_held_with_a_mask_of_the_shape_that_was_published(group, at_32k, l
 
 
 def test_bad_input_is_named():
-    with pytest.raises(ValueError, match="bits=3 must be 2, 4 or 8"):
-        Packing(3)
+    with pytest.raises(ValueError, match="bits=5 must be 2, 3, 4 or 8"):
+        Packing(5)
     with pytest.raises(ValueError, match="group=48 must divide 64"):
         Packing(2, 48)
     with pytest.raises(ValueError, match="group=2 must divide 64 and be at least 4"):

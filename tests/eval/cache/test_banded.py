@@ -1,0 +1,244 @@
+"""A mask's layout of bits in a cache: pages of bands, generation over them, and every other use of a cache, against an
+oracle that shares no code with eval.cache."""
+
+import copy
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Cache
+
+from leank import ChannelMask, compressed_cache
+from leank.eval.cache import CompressedCache, Sizes, bytes_per_row
+from leank.eval.cache.hook import ATTENTION
+from leank.eval.cache.storage.banded import codecs
+from leank.eval.cache.storage.channels import KeptChannels
+from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.segment import Extent
+from leank.eval.inference.prefill import prefill
+from leank.eval.methods.base import Method
+from leank.eval.methods.bits.kivi import KIVI
+from leank.eval.methods.channels.by_length import ByLength
+from leank.eval.methods.channels.leank import LeanK
+from leank.eval.methods.channels.leank_budget import LeanKBudget
+from leank.eval.methods.memory import method_bytes
+from leank.eval.methods.tokens.snapkv import SnapKV
+from leank.precision import GROUP, Precision, value_group
+from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, SEEDS, OracleLayer, left_padded, run, tiny_model
+from tests.helpers.layouts import layout, layout_mask
+from tests.oracles.rounding import fake_quantise
+
+SHAPE, SIZES = (LAYERS, HEADS, DIM), (2, 70, 64)
+FULL = torch.full(SHAPE, 16, dtype=torch.uint8)
+
+
+def rounded(k, v, key_bits, value_bits):
+    """Tokens k, v [n, D] that enter a head's middle together, each channel of K and each group of V by its bits."""
+    k = k.clone()
+    for channel, bits in enumerate(key_bits.tolist()):
+        if 0 < bits < 16 and len(k):
+            k[:, channel] = torch.cat([fake_quantise(x, bits) for x in k[:, channel].split(GROUP)])
+    if value_bits < 16:
+        v = torch.cat([fake_quantise(x, int(value_bits)) for x in v.split(value_group(v.shape[1]), 1)], 1)
+    return k, v
+
+
+@settings(max_examples=25, derandomize=True)
+@given(
+    st.sampled_from([16, 64, 96]),
+    st.lists(st.integers(0, 3), max_size=3),  # whole groups appended, one after the other
+    st.lists(st.integers(0, 150), min_size=6, max_size=6),  # tokens that each head takes last
+    SEEDS,
+)
+def test_a_segment_holds_every_band_in_its_bits(dim, appends, last, seed):
+    """Ragged heads, part of the rows at a time, room that grows, other rows; then a short last group."""
+    batch, heads = 2, 3
+    precision = layout((1, heads, dim), seed)
+    (codec,), generator = codecs(precision), torch.Generator().manual_seed(seed)
+    key_bits, value_bits = precision.key_bits[0], precision.value_bits[0]
+    channels = KeptChannels.of(key_bits > 0, torch.empty(batch, heads, 0, dim), codec.order)
+    segment = codec.segment(Extent(channels, np.full((batch, heads), 64), dim, torch.float64))
+    want = {at: [(torch.empty(0, dim).double(),) * 2] for at in np.ndindex(batch, heads)}
+    for i, (groups, ragged) in enumerate([(g, None) for g in appends] + [(0, np.array(last).reshape(batch, heads))]):
+        rows = np.array([[0, 1], [1], [0]][i % 3] if ragged is None else [0, 1])
+        tokens = groups * GROUP if ragged is None else max(last)
+        k, v = torch.randn(2, len(rows), heads, tokens, dim, generator=generator, dtype=torch.float64)
+        segment = segment.grown(segment.capacity + tokens * (segment.capacity > 0))
+        segment.append(rows, k, v, None if ragged is None else ragged[rows])
+        for (r, b), h in itertools.product(enumerate(rows), range(heads)):
+            n = tokens if ragged is None else ragged[b, h]
+            want[b, h].append(rounded(k[r, h, :n], v[r, h, :n], key_bits[h], value_bits[h]))
+    swapped = torch.tensor([1, 0])
+    segment = segment.select(swapped, channels.select(swapped), None)
+    token_k, token_v = (x[0] for x in precision.token_bytes(8))
+    held = [0, 0]
+    for (b, h), pieces in want.items():
+        k, v = (torch.cat(x) for x in zip(*pieces, strict=True))
+        got_k, got_v = segment.read(1 - b, h)
+        if not key_bits[h].any():
+            assert len(got_k) == len(got_v) == 0
+            continue
+        index = channels.index[b, h, : int((key_bits[h] > 0).sum())].long()
+        widths = key_bits[h][index].tolist()
+        assert widths == sorted(widths, reverse=True)
+        assert torch.equal(got_k, k[:, index])
+        assert torch.equal(got_v, v)
+        held[0] += -(-len(k) // GROUP) * GROUP * float(token_k[h])
+        held[1] += len(k) * float(token_v[h])
+    assert segment.held() == pytest.approx(tuple(held), abs=1)
+
+
+class BandedOracle(OracleLayer):
+    """An OracleLayer whose tokens are rounded where they lie, dense, when they enter the middle."""
+
+    def __init__(self, key_bits, value_bits, sizes):
+        super().__init__(key_bits > 0, *sizes)
+        self.bits = key_bits, value_bits
+
+    def leave(self, real, due):
+        for b, (first, n) in enumerate(zip(self.left, due, strict=True)):
+            moved = real[b].nonzero()[first : first + n, 0]
+            for h in range(len(self.keep)):
+                k, v = self.keys[b, h, moved], self.values[b, h, moved]
+                self.keys[b, h, moved], self.values[b, h, moved] = rounded(k, v, *(bits[h] for bits in self.bits))
+        super().leave(real, due)
+
+
+def oracle(precision, sizes):
+    return Cache([BandedOracle(*bits, sizes) for bits in zip(precision.key_bits, precision.value_bits, strict=True)])
+
+
+def compare(got, want):
+    assert torch.equal(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1], rtol=1e-8, atol=1e-8)
+
+
+@settings(max_examples=6, derandomize=True)
+@given(
+    st.sampled_from(["llama", "qwen3"]),
+    st.lists(st.integers(1, 200), min_size=1, max_size=2),
+    st.tuples(st.integers(0, 5), st.integers(1, 12)),
+    SEEDS,
+)
+def test_generate_is_that_of_a_dense_cache_with_a_rounded_middle(family, lengths, ends, seed):
+    model, mask = tiny_model(family), layout_mask(SHAPE, seed)
+    sizes, (ids, real) = (*ends, GROUP), left_padded(lengths, seed)
+    want = run(model, oracle(mask.precision, sizes), ids, real, 70, "oracle")
+    compare(run(model, compressed_cache(model, mask, *ends), ids, real, 70, ATTENTION), want)
+
+
+def test_a_second_turn_reads_what_the_first_has_left():
+    model, mask = tiny_model("llama"), layout_mask(SHAPE, 4, keys=(0, 2, 4))
+    ids, real = left_padded([140, 121], 4)
+    more, more_real = left_padded([80, 93], 5)
+    results = []
+    for attention in ("oracle", ATTENTION):
+        cache = oracle(mask.precision, SIZES) if attention == "oracle" else compressed_cache(model, mask, *SIZES)
+        turn = run(model, cache, ids, real, 3, attention)[0]
+        full = torch.cat([turn, more], 1)
+        full_real = torch.cat([real, torch.ones(2, 3, dtype=real.dtype), more_real], 1)
+        results.append(run(model, cache, full, full_real, 5, attention))
+    compare(results[1], results[0])
+
+
+def test_sixteen_bits_everywhere_are_the_mask_alone():
+    """Bit for bit, with means in place of pruned channels."""
+    precision = Precision(layout(SHAPE, 6, keys=(0, 16)).key_bits, torch.full(SHAPE[:2], 16, dtype=torch.uint8))
+    means = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+    model, (ids, real) = tiny_model("llama"), left_padded([200, 90], 6)
+    plain = ChannelMask(precision.keep, mean_keys=means)
+    results = [
+        run(model, compressed_cache(model, mask, *SIZES), ids, real, 70, ATTENTION)
+        for mask in (plain, ChannelMask(precision.keep, mean_keys=means, precision=precision))
+    ]
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_one_width_everywhere_is_kivi():
+    """4 bits for K and V: the numbers of KIVI's codec in groups of the layout's."""
+    model, (ids, real) = tiny_model("llama"), left_padded([200, 90], 7)
+    precision = Precision(FULL // 4, FULL[..., 0] // 4)
+    mask = ChannelMask(precision.keep, precision=precision)
+    results = [
+        Method("one", *axes, sink=2, window=70, flush=64).compressed(model, prefill(model, ids, real.bool(), 8))
+        for axes in ((LeanK(mask), None, None), (None, None, KIVI(4, 8)))
+    ]
+    k = [cache.layers[0].store.prompt.read(0, 1)[1] for cache in results]
+    assert torch.equal(*k)  # values; keys have groups of 64 tokens here, of 8 in the other
+    assert type(results[0].layers[0].middle.bits.of_values(0)) is Packing
+
+
+def test_a_cache_is_saved_copied_and_reordered(tmp_path):
+    model, mask = tiny_model("llama", torch.float32), layout_mask(SHAPE, 8)
+    ids, _ = left_padded([160, 160], 8)
+    cache = compressed_cache(model, mask, *SIZES)
+    with torch.no_grad():
+        model(ids[:, :150], past_key_values=cache)
+        cache.save(tmp_path / "c")
+        loaded = CompressedCache.load(tmp_path / "c", model, mask)
+        swapped = copy.deepcopy(cache)
+        swapped.batch_select_indices(torch.tensor([1, 0]))
+        want, got = (model(ids[:, 150:], past_key_values=one).logits for one in (cache, loaded))
+        assert torch.equal(got, want)
+        assert torch.equal(model(ids.flip(0)[:, 150:], past_key_values=swapped).logits, want.flip(0))
+    others = mask.precision.key_bits.clone()
+    others[others == 4] = 8
+    for other, words in (
+        (ChannelMask(mask.keep), "other bits of K"),
+        (ChannelMask(mask.keep, precision=Precision(others, mask.precision.value_bits)), "other bits of K"),
+        (ChannelMask(mask.keep, precision=Precision(mask.precision.key_bits, FULL[..., 0])), "other bits of V"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            CompressedCache.load(tmp_path / "c", model, other)
+
+
+@pytest.mark.parametrize("tokens", [None, SnapKV(budget=150, queries=8)])
+def test_as_a_method_and_its_bytes(tokens):
+    """Built from a shared dense pass; what it holds is its formula, and what a planner counts on."""
+    model, mask = tiny_model("llama", torch.float32), layout_mask(SHAPE, 9)
+    one = Method("bits", LeanK(mask), tokens, sink=2, window=70, flush=64)
+    ids, _ = left_padded([400, 400], 9)
+    cache = one.cache(model, one.run_prefill(model, ids, None, 8))
+    memory = cache.memory()
+    held = memory.total - memory.tables - memory.slack
+    assert held == pytest.approx(2 * method_bytes(one, model.config, 400, 4), rel=0.001)
+    if tokens is None:
+        assert memory.total - memory.tables == 2 * bytes_per_row(mask, 400, torch.float32, Sizes(2, 70, 64))
+        other = compressed_cache(model, mask, *SIZES)
+        with torch.no_grad():
+            model(ids, past_key_values=other)
+            new = torch.tensor([[3], [4]])
+            torch.testing.assert_close(*(model(new, past_key_values=c).logits for c in (cache, other)))
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path):
+    model, mask = tiny_model("llama"), layout_mask(SHAPE, 10)
+    mask.save(tmp_path / "m.safetensors")
+    with pytest.raises(ValueError, match=r"flush=32 must be a multiple of 64.*set flush to 64"):
+        compressed_cache(model, mask, flush=32)
+    assert compressed_cache(model, tmp_path / "m.safetensors").compressed[0].sizes.flush == 64
+    with pytest.raises(ValueError, match=r"method.one: flush=32 must be"):
+        Method("one", LeanK(mask)).layout()
+    with pytest.raises(ValueError, match=r"mask has bits per channel, and method.one.bits=kivi"):
+        Method("one", LeanK(mask), bits=KIVI(4, 64), flush=64).layout()
+    with pytest.raises(ValueError, match="leank_budget stores kept channels in the model's dtype"):
+        Method("one", LeanKBudget(mask)).layout()
+    side = {"name": "leank", "mask": mask}
+    with pytest.raises(ValueError, match=r"by_length.below: its mask has bits per channel"):
+        Method("one", ByLength(side, side)).layout()
+    with pytest.raises(ValueError, match="leave out bits"):
+        bytes_per_row(mask, 400, bits=Packing(2, 32))
+    (codec, _), other = codecs(mask.precision), KeptChannels.of(None, torch.empty(1, HEADS, 0, DIM))
+    with pytest.raises(ValueError, match="says itself which channels are kept"):
+        codec.segment(Extent(other, np.full((1, HEADS), 64), DIM, torch.float32))
+
+
+def test_a_method_tells_layouts_of_the_same_channels_apart():
+    keep = layout(SHAPE, 11).keep
+    masks = [ChannelMask(keep), *(
+        ChannelMask(keep, precision=Precision(keep.to(torch.uint8) * bits, FULL[..., 0])) for bits in (2, 4)
+    )]  # fmt: skip
+    assert len({str(LeanK(mask).identity()) for mask in masks}) == 3
