@@ -19,7 +19,7 @@ from leank.eval.cache.attention.evict import Weights
 from leank.eval.cache.attention.kernels import banded, decode, packed, ring
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
 from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
-from leank.eval.cache.storage.banded import Banded
+from leank.eval.cache.storage.banded import Banded, page_room
 from leank.eval.cache.storage.codecs import PageSegment
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.segment import PAGE
@@ -158,20 +158,17 @@ def banded_kernels(store: Store) -> CodecKernels:
     codec, base, tail = store.middle.bits, store.ring_k, store.tail
     assert isinstance(codec, Banded)
     assert isinstance(tail, PageSegment)
-    n = codec.counts
+    n, pages = codec.counts, tuple(page_room(form, base.shape[-1], base.itemsize) for form in codec.forms)
     cost = [page[0] / (PAGE * base.itemsize) for page in tail.page_bytes()]
     signs = n[:, 0] | n[:, 1] << 8 | n[:, 2] << 16, n[:, 3] | n[:, 4] << 8 | codec.form_of_heads << 16
 
     def config(tile_rows: int, few: bool) -> Config:
         found = WIDE_PACKED if tile_rows > 16 else (PACKED_FEW if few else PACKED)[4]
-        page = codec.page_room(base.shape[-1], base.itemsize)
-        while found.warps * page * (found.stages - 1) > AHEAD and found.stages > 2:
-            found = replace(found, stages=found.stages - 1)
-        return found if found.warps * page < SHARED else replace(found, warps=4)
+        return found if found.warps * max(pages, default=0) < SHARED else replace(found, warps=4)
 
     return CodecKernels(
         read=banded.read,
-        codes=banded.Codes(codec.forms, base.is_cuda),
+        codes=banded.Codes(codec.forms, pages, AHEAD, base.is_cuda),
         share=1.0,
         config=config,
         move=_move_banded,

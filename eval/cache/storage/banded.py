@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
-from operator import mul
 from typing import ClassVar
 
 import numpy as np
@@ -73,7 +72,7 @@ WHOLE_BAND = Whole()
 
 BANDS = tuple(reversed(KEY_BITS[1:]))  # bits, the widest first
 LEAST_LINES = 32  # lines of codes that a product takes, a byte each; codes of 2 bits are two channels to a line
-MOST_FORMS = 6  # of heads, where V has not more widths
+MOST_FORMS = 4  # of heads, where V has not more widths: each takes some ten seconds to compile
 Form = tuple[int, ...]  # room for channels of each band, in the order of BANDS, then the bits of V
 
 
@@ -125,14 +124,6 @@ class Banded(BandCodec):
     @cached_property
     def _values(self) -> list[PageCodec]:
         return [_packing(bits, value_group(len(self.key_bits[0]))) for bits in self.value_bits]
-
-    def page_room(self, head_dim: int, itemsize: int) -> int:
-        """Bytes of a page of K and V for which the largest form has room."""
-        of_bits = {bits: itemsize if bits == WHOLE else bits / 8 + 2 * itemsize / PAGE for bits in KEY_BITS[1:]}
-        rooms = (
-            sum(map(mul, form, map(of_bits.__getitem__, BANDS))) + head_dim * of_bits[form[-1]] for form in self.forms
-        )
-        return int(PAGE * max(rooms, default=0))
 
     def bands(self, head: int, channels: int) -> Sequence[tuple[PageCodec, int]]:
         """A codec and the number of channels of each band that the head has."""
@@ -191,30 +182,40 @@ def codecs(precision: Precision) -> list[Banded]:
 def forms(precision: Precision) -> tuple[Form, ...]:
     """At most MOST_FORMS forms, or one for each width of V, that have room for every head.
 
-    Beginning with what each head needs, the two that together waste the least products are made one.
+    Beginning with what each head needs, the two that together waste the least room are made one.
     """
     bits, keep = precision.key_bits.flatten(0, 1).numpy(), precision.keep.flatten(0, 1).any(-1).numpy()
-    needed = _needed(counts(bits[keep]), precision.value_bits.flatten().numpy()[keep].tolist())
-    heads = Counter(needed)
+    heads = Counter(_needed(counts(bits[keep]), precision.value_bits.flatten().numpy()[keep].tolist()))
+    dim = bits.shape[-1]
     while len(heads) > MOST_FORMS:
         pairs = [(a, b) for a, b in combinations(sorted(heads), 2) if a[-1] == b[-1]]
         if not pairs:
             break
 
         def waste(pair: tuple[Form, Form]) -> int:
-            joint = sum(map(max, *pair))
-            return sum(heads[one] * (joint - sum(one)) for one in pair)
+            joint = page_room(_joint(pair), dim, 2)
+            return sum(heads[one] * (joint - page_room(one, dim, 2)) for one in pair)
 
-        a, b = min(pairs, key=waste)
-        number = heads.pop(a) + heads.pop(b)
-        heads[tuple(map(max, a, b))] += number
+        pair = min(pairs, key=waste)
+        number = sum(heads.pop(one) for one in pair)
+        heads[_joint(pair)] += number
     return tuple(sorted(heads, key=sum))
+
+
+def page_room(form: Form, head_dim: int, itemsize: int) -> int:
+    """Bytes of a page of K and V for which a form has room."""
+    of_bits = [(bits, PAGE * itemsize if bits == WHOLE else PAGE * bits // 8 + 2 * itemsize) for bits in BANDS]
+    return sum(n * size for n, (_, size) in zip(form, of_bits, strict=False)) + head_dim * dict(of_bits)[form[-1]]
+
+
+def _joint(pair: tuple[Form, Form]) -> Form:
+    return tuple(map(max, *pair))
 
 
 def _needed(of_bands: np.ndarray, value_bits: Sequence[int]) -> list[Form]:
     """What each head needs at least, of channels of its bands [N, bands]."""
-    least = [LEAST_LINES // 2, LEAST_LINES, LEAST_LINES, 2 * LEAST_LINES, 2 * LEAST_LINES]
-    room = np.where(of_bands > 0, np.maximum(least, 2 ** np.ceil(np.log2(np.maximum(of_bands, 1))).astype(int)), 0)
+    steps = np.array([ROOM, LEAST_LINES, LEAST_LINES, 2 * LEAST_LINES, 2 * LEAST_LINES])  # by LEAST_LINES
+    room = -(-of_bands // steps) * steps
     return [(*one, bits) for one, bits in zip(room.tolist(), value_bits, strict=True)]
 
 

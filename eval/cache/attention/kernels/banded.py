@@ -44,10 +44,14 @@ class Codes(NamedTuple):
     """What `read` is compiled for, beside the decode kernel's `Form`.
 
     FORMS: of heads, see `storage.banded.forms`
+    PAGES: bytes of a page of K and V for which each has room
+    AHEAD: bytes that a program may ask for before it needs them
     PTX: whether codes are unpacked in PTX, which Triton's interpreter cannot run
     """
 
     FORMS: tuple[Any, ...]
+    PAGES: tuple[int, ...]
+    AHEAD: int
     PTX: bool
 
 
@@ -87,10 +91,44 @@ def v_page_of(dtype, dim, page, bits):
 
 
 @triton.constexpr_function
-def lines_of(room, bits):
-    """Lines of a plane of `bits` for so many channels, at least what a product needs."""
-    lines = {8: room, 4: room, 2: room // 2, 1: room // 4}[bits]
-    return max(lines, banded.LEAST_LINES)
+def parts_of(bits):
+    """How many channels share the bytes of a plane."""
+    return 4 // bits if bits < 4 else 1
+
+
+@triton.constexpr_function
+def pieces_of(room, bits):
+    """Lines of a plane of `bits` for so many channels, in powers of two: a product takes at least LEAST_LINES."""
+    least = 16 if bits == 16 else banded.LEAST_LINES
+    left, pieces = -(-room // (4 // bits if bits < 4 else 1) // least) * least, []
+    while left:
+        pieces.append(1 << left.bit_length() - 1)
+        left -= pieces[-1]
+    return pieces
+
+
+@triton.constexpr_function
+def number_of_pieces(room, bits):
+    """How many pieces a plane's lines are read in."""
+    return len(pieces_of(room, bits))
+
+
+@triton.constexpr_function
+def piece_of(room, bits, piece):
+    """Lines of a piece."""
+    return pieces_of(room, bits)[piece]
+
+
+@triton.constexpr_function
+def first_of(room, bits, piece):
+    """The first line of a piece."""
+    return sum(pieces_of(room, bits)[:piece])
+
+
+@triton.constexpr_function
+def stages_of(codes, form, warps):
+    """How many pages a program asks for ahead, and one."""
+    return 3 if 2 * warps * codes.PAGES[form] <= codes.AHEAD else 2
 
 
 @triton.constexpr_function
@@ -100,24 +138,25 @@ def unit_of_form(dtype, ptx, value_bits):
 
 
 @triton.jit
-def _part(q_row, ok, index, n, lines, PART: tl.constexpr, LINES: tl.constexpr, F: tl.constexpr):
-    """Queries [P, M, LINES] for the channels whose codes lie in part PART of a plane's bytes.
+def _part(q_row, ok, index, n, lines, PART: tl.constexpr, FIRST: tl.constexpr, LINES: tl.constexpr, F: tl.constexpr):
+    """Queries [P, M, LINES] for the channels whose codes lie in part PART of a plane's bytes, from line FIRST on.
 
     index: the numbers of the band's n channels; lines: of the plane
     """
-    channel = PART * lines + tl.arange(0, LINES)
+    channel = PART * lines + (FIRST + tl.arange(0, LINES))
     return _queries(q_row, ok, index, channel, tl.minimum((PART + 1) * lines, n), F.WARPS)
 
 
 @triton.jit
 def _parts(q_row, ok, index, n, BITS: tl.constexpr, C: tl.constexpr, F: tl.constexpr):
-    """Queries for every part of a plane of a band with up to C channels."""
-    PARTS: tl.constexpr = 4 // BITS if BITS < 4 else 1
-    LINES: tl.constexpr = lines_of(C, BITS)
+    """Queries for every piece of a plane of a band with up to C channels, and every part of its bytes."""
+    PARTS: tl.constexpr = parts_of(BITS)
     lots = (n + ROOM - 1) // ROOM
     found = tl.tuple([])
-    for i in tl.static_range(PARTS):
-        found += (_part(q_row, ok, index, n, lots * (ROOM // PARTS), i, LINES, F),)
+    for j in tl.static_range(number_of_pieces(C, BITS)):
+        for i in tl.static_range(PARTS):
+            found += (_part(q_row, ok, index, n, lots * (ROOM // PARTS), i, first_of(C, BITS, j), piece_of(C, BITS, j),
+                            F),)
     return found
 
 
@@ -128,7 +167,7 @@ def _plane(
 ):
     """Add the products of one plane of a band to the logits s and t of a page's halves, [P, M, HALF].
 
-    q: queries for each part of the plane's bytes
+    q: queries from `_parts`
     plane: address of the first page's plane; start: [P], bytes to the page that each warp reads
     cells, scales: see `packed.scale_and_zero`
     left: [P], tokens from a page's first to the last one
@@ -136,26 +175,36 @@ def _plane(
     times: what a scale is multiplied by: the code's other bits lie in another plane. ZERO: whether the zero point, too,
         is added here
     """
-    NUMBER: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth // 8
-    PARTS: tl.constexpr = 4 // BITS if BITS < 4 else 1
-    LINES: tl.constexpr = lines_of(C, BITS)
+    PARTS: tl.constexpr = parts_of(BITS)
     lines = room // ROOM * (ROOM // PARTS)
-    row = tl.arange(0, LINES)
+    for j in tl.static_range(number_of_pieces(C, BITS)):
+        row = first_of(C, BITS, j) + tl.arange(0, piece_of(C, BITS, j))
+        s, t = _lines(s, t, q, plane, cells, scales, start, left, lines, row, times, j * PARTS, BITS, ZERO, PTX)
+    return s, t
+
+
+@triton.jit
+def _lines(
+    s, t, q, plane, cells, scales, start, left, lines, row, times,
+    FIRST: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, PTX: tl.constexpr,
+):
+    """Do what `_plane` does for the lines `row`, whose first queries are those of number FIRST."""
+    NUMBER: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth // 8
     there = (left > 0)[:, None] & (row < lines)[None, :]
     at = start[:, None, None] + (_tokens() * lines)[None, None, :] + row[None, :, None]
     codes = tl.load(plane + at, mask=there[:, :, None], other=0)
     later = codes
     if BITS == 8:
         later = tl.load(plane + at + HALF * lines, mask=there[:, :, None], other=0)
-    for i in tl.static_range(PARTS):
+    for i in tl.static_range(parts_of(BITS)):
         cell = (start // (2 * NUMBER))[:, None] + (i * lines + row)[None, :]
         scale, zero = scale_and_zero(cells, scales, cell, there)
         scale *= times
         if not ZERO:
             zero = tl.zeros_like(zero)
         scale, zero = scale[:, :, None], zero[:, :, None]
-        s = tl.dot(q[i], numbers(codes, scale, zero, i, BITS, PTX), s)
-        t = tl.dot(q[i], numbers(later, scale, zero, 0 if BITS == 8 else 4 // BITS + i, BITS, PTX), t)
+        s = tl.dot(q[FIRST + i], numbers(codes, scale, zero, i, BITS, PTX), s)
+        t = tl.dot(q[FIRST + i], numbers(later, scale, zero, 0 if BITS == 8 else 4 // BITS + i, BITS, PTX), t)
     return s, t
 
 
@@ -187,11 +236,12 @@ def _whole(s, t, q, page, start, left, room, C: tl.constexpr):
 
     Returns s and t.
     """
-    row = tl.arange(0, C)
-    at = start[:, None, None] + (_tokens() * room)[None, None, :] + row[None, :, None]
-    there = ((left > 0)[:, None] & (row < room)[None, :])[:, :, None]
-    s = tl.dot(q, tl.load(page + at, mask=there, other=0.0), s)
-    t = tl.dot(q, tl.load(page + at + HALF * room, mask=there, other=0.0), t)
+    for j in tl.static_range(number_of_pieces(C, 16)):
+        row = first_of(C, 16, j) + tl.arange(0, piece_of(C, 16, j))
+        at = start[:, None, None] + (_tokens() * room)[None, None, :] + row[None, :, None]
+        there = ((left > 0)[:, None] & (row < room)[None, :])[:, :, None]
+        s = tl.dot(q[j], tl.load(page + at, mask=there, other=0.0), s)
+        t = tl.dot(q[j], tl.load(page + at + HALF * room, mask=there, other=0.0), t)
     return s, t
 
 
@@ -300,11 +350,13 @@ def _sums(
     UNIT: tl.constexpr = unit_of(dtype, PTX)
     k, v = tl.multiple_of(layer.codes + k_at, 16), tl.multiple_of(layer.codes + v_at, 16)
     token, number = _tokens(), tl.arange(0, WARPS)
-    q16 = 0
-    if K16 > 0:
-        q16 = _queries(q_row, ok, index, tl.arange(0, K16), n[0], WARPS)
+    q16 = tl.tuple([])
+    for j in tl.static_range(number_of_pieces(K16, 16)):
+        row = first_of(K16, 16, j) + tl.arange(0, piece_of(K16, 16, j))
+        of_piece = _queries(q_row, ok, index, row, n[0], WARPS)
         if UNIT != 1.0:  # codes are as small
-            q16 *= tl.full([], UNIT, tl.float32).to(dtype)
+            of_piece *= tl.full([], UNIT, tl.float32).to(dtype)
+        q16 += (of_piece,)
     room = (n[0] + ROOM - 1) // ROOM * ROOM
     k_page = room * (PAGE * NUMBER)
     index += n[0]
@@ -326,7 +378,7 @@ def _sums(
     a0 = tl.zeros([WARPS, D // 4, N], tl.float32)
     a1, a2, a3 = a0, a0, a0
     M: tl.constexpr = ok.shape[0]
-    for at in range(first, last, WARPS * PAGE):
+    for at in tl.range(first, last, WARPS * PAGE, num_stages=stages_of(CODES, FORM, WARPS)):
         left = last - at - number * PAGE
         start = number * k_page
         page = k + tl.multiple_of(at // PAGE * k_page, 16)
@@ -400,7 +452,7 @@ def _put_keys(
     The plane of the lowest bits also writes the band's scales.
     """
     dtype: tl.constexpr = ring.dtype.element_ty
-    PARTS: tl.constexpr = 4 // BITS if BITS < 4 else 1
+    PARTS: tl.constexpr = parts_of(BITS)
     t = tl.arange(0, HALF)
     for first in range(0, lines, AT_ONCE):
         row = first + tl.arange(0, AT_ONCE)
