@@ -163,7 +163,8 @@ def banded_kernels(store: Store) -> CodecKernels:
     signs = n[:, 0] | n[:, 1] << 8 | n[:, 2] << 16, n[:, 3] | n[:, 4] << 8 | codec.form_of_heads << 16
 
     def config(tile_rows: int, few: bool) -> Config:
-        found = WIDE_PACKED if tile_rows > 16 else (PACKED_FEW if few else PACKED)[4]
+        # `banded.stages_of` says how many pages each form asks for ahead, so that all launches have one compiled kernel
+        found = WIDE_PACKED if tile_rows > 16 else replace((PACKED_FEW if few else PACKED)[4], stages=3)
         return found if found.warps * max(pages, default=0) < SHARED else replace(found, warps=4)
 
     return CodecKernels(

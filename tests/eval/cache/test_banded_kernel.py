@@ -110,13 +110,21 @@ def test_a_layout_of_empty_heads_has_nothing_to_read():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("config", [Config(), Config(tile=128, stages=2)], ids=["64", "128"])
-@pytest.mark.parametrize(("dim", "group", "queries"), [(128, 4, 1), (128, 7, 1), (64, 8, 1), (128, 8, 40)])
-@pytest.mark.parametrize("bits", [*EACH, SOME, ALL], ids=str)
-def test_on_the_device(bits, dim, group, queries, config, dtype):
+@pytest.mark.parametrize(
+    ("bits", "dim", "group", "queries", "dtype"),
+    [
+        *((bits, 128, 4, 1, torch.bfloat16) for bits in EACH),
+        (ALL, 128, 4, 1, torch.bfloat16),
+        (SOME, 128, 8, 40, torch.bfloat16),  # several chunks
+        (SOME, 128, 7, 1, torch.float16),
+        (ALL, 64, 8, 1, torch.float16),
+    ],
+    ids=str,
+)  # fmt: skip  (every line is compiled anew)
+def test_on_the_device(bits, dim, group, queries, dtype):
     codec, sizes = codec_of(bits, dim, 4), Sizes(128, 256, 64)
-    check_decoding([0] * 4, dim, group, [3001, 1700, 700], sizes, dtype, queries, 2, config, 0, bits=codec)
+    for programs in (0, 7):
+        check_decoding([0] * 4, dim, group, [3001, 1700, 700], sizes, dtype, queries, 2, None, programs, 0, bits=codec)
 
 
 @pytest.mark.gpu
