@@ -31,7 +31,8 @@ def plain(
     """A `Varlen`, one request at a time; where there is no FlashAttention, and the reference of it."""
     for (a, b), (c, d) in zip(pairwise(q_starts.tolist()), pairwise(k_starts.tolist()), strict=True):
         if b > a:
-            out[a:b] = dense.attend(*(x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])), scaling)[0]
+            new, key, value = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
+            out[a:b] = dense.attend(new, key, value, scaling)[0]
 
 
 @dataclass(frozen=True)
