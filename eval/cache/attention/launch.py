@@ -19,7 +19,7 @@ from leank.eval.cache.attention.evict import Weights
 from leank.eval.cache.attention.kernels import banded, decode, packed, ring
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
 from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
-from leank.eval.cache.storage.banded import Banded, page_room
+from leank.eval.cache.storage.banded import PAGE_ROOM, Banded, page_room
 from leank.eval.cache.storage.codecs import PageSegment
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.segment import PAGE
@@ -29,7 +29,7 @@ from leank.eval.cache.storage.upload import scratch, update, upload
 MAX_ROWS = 32  # query tokens x heads of a group in one tile; more query tokens take several passes, called chunks
 MOVED = 32  # tokens that a program of `move` holds in registers at a time
 MAX_CHUNKS = 4  # chunks in one launch; the limit bounds the scratch memory
-AHEAD = 104_000  # bytes of pages that a program may ask for ahead, so that a multiprocessor has room for two programs
+AHEAD = 4 * PAGE_ROOM  # bytes of pages that a program may ask for before it needs them, where that is a choice
 SHARED = 208_000  # bytes that a program has for them at most
 FEW = 32  # pages of the middle for each program, below which a codec's kernel may take another `Config`
 

@@ -10,6 +10,7 @@ from tests.helpers.kernels import ON_GPU, check_decoding, check_moves, make_stor
 
 from leank.eval.cache import compressed_cache  # isort: skip  (needs Triton, which the line above asks for)
 from leank.eval.cache.attention import work
+from leank.eval.cache.attention.kernels import banded, packed
 from leank.eval.cache.attention.launch import Config, Kernel
 from leank.eval.cache.graph import DecodeLoop
 from leank.eval.cache.storage.banded import BANDS, MOST_FORMS, codecs, forms
@@ -70,6 +71,16 @@ def test_tokens_are_packed_as_in_plain_pytorch(bits, dim):
     """Of one page and of several; lines in part."""
     codec = codec_of(bits, dim, 2, 1)
     assert check_moves([0] * 2, dim, [90, 40], Sizes(3, 20, 64), DTYPE, [64, 3, 130], 0, bits=codec)[0] > 1
+
+
+@interpreted
+@pytest.mark.parametrize("bits", [((0, 2, 3, 16), (4,)), ((4, 8, 16), (16,))], ids=str)
+def test_logits_and_results_are_divided_by_the_unit(bits, monkeypatch):
+    """Where codes are unpacked as bfloat16, they are as small; a band of 16 bits joins them."""
+    for module in (packed, banded):
+        monkeypatch.setattr(module, "unit_of", lambda dtype, ptx: 2.0**-64)
+    codec = codec_of(bits, 64)
+    check_decoding([0] * 3, 64, 2, [170, 90], Sizes(10, 64, 64), torch.float32, 1, 2, Config(), 3, bits=codec)
 
 
 def test_forms_have_room_for_every_head_and_are_few():
