@@ -124,7 +124,10 @@ class ChannelMask:
     @property
     def middle_bytes(self) -> float:
         """Bytes of a middle token over those of a dense one, K and V of 16 bits; scales are counted."""
-        return (self.precision or Precision.whole(self.keep)).middle_bytes
+        if self.precision is not None:
+            return self.precision.middle_bytes
+        numbers = self.channels_per_head.sum() + self.keep.shape[-1] * self.keep.any(-1).sum()
+        return float(numbers) / (2 * self.keep.numel())
 
     def refuse_precision(self, what: str) -> None:
         """Raise ValueError if the mask has bits per channel, which `what`, the subject of the sentence, cannot store.

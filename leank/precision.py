@@ -19,7 +19,7 @@ KEY_BITS = (0, 2, 3, 4, 8, 16)  # 0 = pruned
 VALUE_BITS = (2, 3, 4, 8, 16)
 WHOLE = 16  # bits of a number in the model's dtype, whatever that is
 GROUP = 64  # numbers that share a scale and a zero point: tokens of a channel of K, channels of a token of V
-ROOM = 16  # a band of fewer than 16 bits has room for a multiple of so many channels of K
+ROOM = 16  # a band has room for a multiple of so many channels of K
 
 
 class Precision:
@@ -47,12 +47,6 @@ class Precision:
             bits.detach().cpu().clone(memory_format=torch.contiguous_format) for bits in (key_bits, value_bits)
         )
 
-    @classmethod
-    def whole(cls, keep: Tensor) -> Precision:
-        """That of a mask [L, H, D] without a layout: 16 bits wherever it keeps a channel."""
-        bits = keep.to(torch.uint8) * WHOLE
-        return cls(bits, torch.full_like(bits[..., 0], WHOLE))
-
     @property
     def keep(self) -> Tensor:
         """Channels of K that are not pruned, bool [L, H, D]."""
@@ -63,11 +57,10 @@ class Precision:
 
         itemsize: bytes of a number in the model's dtype.
         """
-        beside = 2 * itemsize / GROUP
-        k = itemsize * (self.key_bits == WHOLE).sum(-1).double()
-        for bits in KEY_BITS[1:-1]:
+        k = torch.zeros(self.value_bits.shape, dtype=torch.float64)
+        for bits in KEY_BITS[1:]:
             room = -(-(self.key_bits == bits).sum(-1) // ROOM) * ROOM
-            k += room * (bits / 8 + beside)
+            k += room * (itemsize if bits == WHOLE else bits / 8 + 2 * itemsize / GROUP)
         dim = self.key_bits.shape[-1]
         packed = dim * self.value_bits.double() / 8 + 2 * itemsize * dim / value_group(dim)
         v = torch.where(self.value_bits == WHOLE, float(dim * itemsize), packed)

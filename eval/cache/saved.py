@@ -136,14 +136,6 @@ def _compressed(layer: CompressedLayer) -> dict[str, Tensor]:
     return tensors if middle.center is None else {**tensors, "center": middle.center.float()}
 
 
-def _codec(own: Mapping[str, Tensor], packing: Sequence[int] | None) -> Codec | None:
-    """That of one layer of a file."""
-    if "key_bits" not in own:
-        return Packing(*packing) if packing else None
-    (codec,) = codecs(Precision(own["key_bits"][None], own["value_bits"][None]))
-    return codec
-
-
 def _sliding(layer: Any) -> dict[str, Tensor]:
     _check_complete(layer, isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized)
     return {"keys": layer.keys, "values": layer.values}
@@ -177,15 +169,20 @@ class Saved:
                 index, of_layer = name.split(".", 1)
                 self.layers[int(index)][of_layer] = tensor
             self.compressed = [i for i, own in enumerate(self.layers) if "seen" in own]
+            banded = [i for i in self.compressed if "key_bits" in self.layers[i]]
+            layouts: dict[int, Codec] = {}
+            if banded:
+                bits = (torch.stack([self.layers[i][name] for i in banded]) for name in ("key_bits", "value_bits"))
+                layouts.update(zip(banded, codecs(Precision(*bits)), strict=True))
             self.middles = [
                 Middle(
                     own.get("channels"),
                     own.get("values"),
                     own.get("joins"),
-                    _codec(own, pages),
+                    Packing(*pages) if pages else layouts.get(i),
                     center=own.get("center"),
                 )
-                for own, pages in zip(self.layers, self.header.packing, strict=True)
+                for i, (own, pages) in enumerate(zip(self.layers, self.header.packing, strict=True))
             ]
         except (ValueError, TypeError, IndexError, RecursionError) as error:
             raise DamagedFile(path, error, CURE) from error

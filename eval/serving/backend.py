@@ -32,6 +32,7 @@ from leank.eval.serving.attention import Step, attend
 from leank.eval.serving.layout import PageLayout
 from leank.eval.serving.manager import RestSpec
 from leank.eval.serving.paged import DeviceStep, PagedAttention, decoding_first
+from leank.eval.serving.prefill import Varlen, batches, plain
 from leank.eval.serving.settings import ServerSettings
 from leank.mask import ChannelMask
 
@@ -86,13 +87,36 @@ class PageHolder(AttentionLayerBase):
         return self.kv_cache.as_strided(size, (self.kv_cache.stride(0), 1))
 
     def use_kernel(self, device: torch.device, vllm_config: VllmConfig) -> None:
-        """Take the memory that the kernel needs for the largest step, before any step is captured."""
+        """Take the memory that the kernels need for the largest step, and compile them, before any step is captured."""
+        if self.paged is not None:  # the builder of the other group was here
+            return
         assert self.layout is not None
         heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         captured = vllm_config.compilation_config.cudagraph_capture_sizes or []
         rows = max(vllm_config.scheduler_config.max_num_seqs, *captured, 1)
-        self.paged = PagedAttention(self.layout, device, heads, rows)
+        self.paged = PagedAttention(self.layout, device, heads, rows, varlen=flash(self.layout.head_dim))
+        self.paged.warm_up(vllm_config.model_config.dtype, vllm_config.model_config.max_model_len)
         self.mean_keys = None if self.mean_keys is None else self.mean_keys.to(device)
+
+
+def flash(head_dim: int) -> Varlen:
+    """The FlashAttention that vLLM has for this GPU, else plain PyTorch."""
+    from vllm.v1.attention.backends import fa_utils
+
+    version = fa_utils.get_flash_attn_version(head_size=head_dim)
+    if version is None:
+        return plain
+
+    def varlen(
+        q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, q_longest: int, k_longest: int,
+        scaling: float, out: Tensor,
+    ) -> None:  # fmt: skip
+        fa_utils.flash_attn_varlen_func(
+            *(q, k, v, q_longest, q_starts, k_longest, k_starts),
+            softmax_scale=scaling, causal=True, out=out, fa_version=version,
+        )  # fmt: skip
+
+    return varlen
 
 
 @dataclass
@@ -116,21 +140,31 @@ class GroupStep:
     slots: Tensor
     step: Step | DeviceStep | None = None
 
-    def requests(self, layout: PageLayout, rest: GroupStep, first: int = 0) -> Step:
-        """The step of the requests from number `first` on, with the tables of both groups."""
-        requests = slice(first, len(self.starts) - 1)
-        lengths = self.known if self.lengths.is_cuda and self.known is not None else self.lengths
-        told = lengths if self.prompts is None else self.prompts  # in a dummy step nothing was generated
-        ends, prompts = (x[requests].tolist() for x in (lengths, told))
-        return Step(layout, self.starts[first:], ends, prompts, self.table[requests], rest.table[requests])
-
-    def join(self, layout: PageLayout, rest: GroupStep) -> Step | DeviceStep:
-        """Make the step of both groups; self is that of `kept`."""
+    def join(self, layout: PageLayout, rest: GroupStep, room: int) -> Step | DeviceStep:
+        """Make the step of both groups; self is that of `kept`, and room that of `prefill.batches`."""
+        count, tables, slots = len(self.starts) - 1, (self.table, rest.table), (self.slots, rest.slots)
+        decodes = decoding_first(self.starts, len(self.slots)) if self.table.is_cuda else 0
+        if self.starts[-1] == self.starts[decodes] and self.table.is_cuda:
+            return DeviceStep(decodes, self.lengths, tables, slots)
+        lengths = self.known if self.table.is_cuda and self.known is not None else self.lengths
+        ends = lengths[:count].tolist()
+        prompts = (
+            ends if self.prompts is None else self.prompts[:count].tolist()
+        )  # in a dummy step nothing was generated
         if not self.table.is_cuda:
-            return self.requests(layout, rest)
-        decodes = decoding_first(self.starts, len(self.slots))
-        others = self.requests(layout, rest, decodes) if self.starts[-1] > self.starts[decodes] else None
-        return DeviceStep(decodes, self.lengths, (self.table, rest.table), (self.slots, rest.slots), others)
+            return Step(layout, self.starts, ends, prompts, *tables)
+        again = [i for i in range(decodes, count) if ends[i] > prompts[i]]
+        which = [i for i in range(decodes, count) if ends[i] <= prompts[i]]
+        return DeviceStep(
+            *(decodes, self.lengths, tables, slots),
+            batches(layout, self.starts, ends, which, room, self.table.device),
+            [
+                Step(
+                    layout, self.starts[i : i + 2], ends[i : i + 1], prompts[i : i + 1], *(t[i : i + 1] for t in tables)
+                )
+                for i in again
+            ],
+        )
 
 
 class GroupStepBuilder(AttentionMetadataBuilder[GroupStep]):
@@ -193,7 +227,9 @@ class PrunedAttention(AttentionImpl[GroupStep]):
             raise ValueError(f"LEANK_MASK: the model's attention has {found[0]}; serve it without the mask")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
-        self._layers = get_current_vllm_config().compilation_config.static_forward_context
+        config = get_current_vllm_config()
+        self._layers = config.compilation_config.static_forward_context
+        self.room = max(config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens)
         if KEPT not in self._layers:
             settings = ServerSettings.find(None)
             assert settings is not None, "the plug-in registers this backend only with a mask"
@@ -224,11 +260,14 @@ class PrunedAttention(AttentionImpl[GroupStep]):
         attn_metadata: None in vLLM's trial run, which has no pages
         """
         if attn_metadata is None:
+            if query.is_cuda:  # what the longest prompt takes, for vLLM to reserve
+                past = key.new_empty(2, self.room, *key.shape[1:]), torch.empty_like(query), torch.empty_like(query)
+                del past
             return output.fill_(0)
         context = get_forward_context()
         rest = context.no_compile_layers[REST]
         if attn_metadata.step is None:
-            attn_metadata.step = attn_metadata.join(rest.layout, context.attn_metadata[REST])
+            attn_metadata.step = attn_metadata.join(rest.layout, context.attn_metadata[REST], self.room)
         step, index, pages = attn_metadata.step, extract_layer_index(layer.layer_name), rest.pages
         if rest.mean_keys is not None:  # as in the compressed cache: no softmax changes, and pruned channels are at 0
             key = (key - rest.mean_keys[index]).to(key.dtype)  # in float32

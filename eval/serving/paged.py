@@ -3,7 +3,8 @@
 In a `DeviceStep` the requests that decode come first. They are one launch, whose arguments never move: lengths, block
 tables and slots are the server's own tensors, which it fills anew before each step. So a step in which all requests
 decode can be captured in a CUDA graph and replayed, also with fewer requests than there is room for. The requests
-behind them have chunks of a prompt, which plain PyTorch computes.
+behind them have chunks of a prompt: one launch gathers what they see, FlashAttention computes them
+(`eval.serving.prefill`). Only what a preempted request computes again is left to plain PyTorch.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 from leank.eval.cache.attention.softmax import LOG2_E
 from leank.eval.serving import attention
 from leank.eval.serving.layout import HEAD_DIMS, PageLayout
+from leank.eval.serving.prefill import Batch, Varlen, batches, plain
 
 TILE = 64  # tokens that a program reads at a time
 PER_SM = 2  # programs per multiprocessor: all run at once
@@ -29,11 +31,18 @@ class _Layer:
 
     kept, rest: stripes and channels of each group
     even: whether every head keeps a multiple of 32 channels, so that columns need no masks
+    columns: int32 [H, D], the column of each channel in its stripe of `kept`, -1 - c for column c of `rest`
+    place: int32 [H], the place of each head among those with a middle, or among those without
+    full, few: int64, query heads with a middle, and those without
     """
 
     kept: tuple[Tensor, Tensor]
     rest: tuple[Tensor, Tensor]
     even: bool
+    columns: Tensor
+    place: Tensor
+    full: Tensor
+    few: Tensor
 
 
 class PagedAttention:
@@ -44,16 +53,23 @@ class PagedAttention:
     q_heads: query heads of a layer
     rows: the most rows of a launch
     programs: of a launch, 0 = PER_SM per multiprocessor
+    varlen: attention of chunks
 
     Raises ValueError for a layout that the kernel cannot read.
     """
 
     def __init__(
-        self, layout: PageLayout, device: torch.device, q_heads: int, rows: int = 256, programs: int = 0
+        self,
+        layout: PageLayout,
+        device: torch.device,
+        q_heads: int,
+        rows: int = 256,
+        programs: int = 0,
+        varlen: Varlen = plain,
     ) -> None:
         if layout.head_dim not in HEAD_DIMS:
             raise ValueError(f"the paged kernel reads heads of {HEAD_DIMS} channels, not {layout.head_dim}")
-        self.layout, self.rows = layout, rows
+        self.layout, self.rows, self.varlen = layout, rows, varlen
         self.heads = len(layout.kept.layers[0])
         self.group = q_heads // self.heads
         self.programs = programs or PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
@@ -69,7 +85,39 @@ class PagedAttention:
     def _tables(self, layer: int, device: torch.device) -> _Layer:
         groups = self.layout.kept, self.layout.rest
         kept, rest = ((g.table(layer).to(device), g.channels(layer).to(device)) for g in groups)
-        return _Layer(kept, rest, all(head.k.count % 32 == 0 for head in self.layout.kept.layers[layer]))
+        heads = self.layout.kept.layers[layer]
+        columns = torch.empty(len(heads), self.layout.head_dim, dtype=torch.int32)
+        for row, of_kept, of_rest in zip(columns, heads, self.layout.rest.layers[layer], strict=True):
+            row[of_kept.channels] = torch.arange(of_kept.k.count, dtype=torch.int32)
+            row[of_rest.channels] = -1 - torch.arange(of_rest.k.count, dtype=torch.int32)
+        full = torch.tensor([head.k.width > 0 for head in heads])
+        place = torch.where(full, full.cumsum(0), (~full).cumsum(0)).int() - 1
+        of_queries = full.repeat_interleave(self.group)
+        return _Layer(
+            *(kept, rest, all(head.k.count % 32 == 0 for head in heads)),
+            *(x.to(device) for x in (columns, place, of_queries.nonzero()[:, 0], (~of_queries).nonzero()[:, 0])),
+        )
+
+    def warm_up(self, dtype: torch.dtype, longest: int) -> None:
+        """Compile all kernels, so that no request waits for that.
+
+        dtype: of the pages
+        longest: positions that a block table has room for
+        """
+        layout, device = self.layout, self._done.device
+        pages = torch.zeros(1, layout.page_columns, dtype=dtype, device=device)
+        kept, rest = (
+            torch.zeros(1, -(-longest // group.block), dtype=torch.int32, device=device)
+            for group in (layout.kept, layout.rest)
+        )
+        q = torch.zeros(1, self.heads * self.group, layout.head_dim, dtype=dtype, device=device)
+        k, length = q[:, : self.heads], torch.ones(1, dtype=torch.int32, device=device)
+        nowhere = torch.full((1,), -1, device=device)
+        batch = batches(layout, [0, 1], [2], [0], 2, device)[0]
+        for layer in range(len(self._layers)):
+            self.write(pages, layer, k, k, nowhere, nowhere)
+            self.attend(pages, layer, q, length, kept, rest, 1.0)
+            self.gather(pages, layer, k, k, batch, kept, rest)
 
     def write(self, pages: Tensor, layer: int, k: Tensor, v: Tensor, kept_slots: Tensor, rest_slots: Tensor) -> None:
         """Put tokens k, v [n, H, D] of a layer into both groups; the reference is `PageGroup.write` of each.
@@ -152,6 +200,75 @@ class PagedAttention:
         )
         return out
 
+    def gather(
+        self, pages: Tensor, layer: int, k: Tensor, v: Tensor, batch: Batch, kept_table: Tensor, rest_table: Tensor
+    ) -> list[Tensor]:
+        """K and V of all that a batch sees, [tokens, heads, D] each: of heads with a middle, and of those without.
+
+        pages: [blocks, page_columns]
+        k, v: [tokens, H, D] of the step
+        kept_table, rest_table: int32 [R, blocks], block tables of the step
+        """
+        import triton
+
+        from leank.eval.serving.kernels import gather
+
+        of, dim = self._layers[layer], self.layout.head_dim
+        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+        heads = len(of.full) // self.group, len(of.few) // self.group
+        sizes = [(tokens, some, dim) for tokens, some in zip(batch.tokens, heads, strict=True) for _ in range(2)]
+        found = [k.new_empty(size) for size in sizes]
+        longest = batch.longest[1] if heads[0] else batch.longest[2]
+        gather.gather[triton.cdiv(longest, TILE), batch.requests, self.heads](
+            *(pages, k, v, *found, batch.plan, kept_table, rest_table, of.kept[0], of.rest[0], of.columns, of.place),
+            *(pages.stride(0), *k.stride()[:2], *v.stride()[:2], heads[0] * dim, heads[1] * dim),
+            *(kept_table.stride(0), rest_table.stride(0), batch.requests + 1, batch.request, batch.rows.start),
+            *(self.layout.sink, self.layout.window),
+            D=dim,
+            TILE=TILE,
+            KEPT_BLOCK=self.layout.kept.block,
+            REST_BLOCK=self.layout.rest.block,
+        )
+        return found
+
+    def prefill(
+        self,
+        pages: Tensor,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Batch,
+        kept_table: Tensor,
+        rest_table: Tensor,
+        scaling: float,
+        out: Tensor,
+    ) -> None:
+        """Write the attention of a batch of chunks to its rows of `out`; the reference is `attention.prefill`.
+
+        q, out: [tokens, Hq, D] of the step; the other arguments are those of `gather`
+        scaling: factor of the logits
+        """
+        starts, at = batch.plan, batch.rows
+        q, out = q[at], out[at]
+        if not batch.past:
+            self.varlen(q, k[at], v[at], starts[0], starts[0], batch.longest[0], batch.longest[0], scaling, out)
+            return
+        of = self._layers[layer]
+        full_k, full_v, few_k, few_v = self.gather(pages, layer, k, v, batch, kept_table, rest_table)
+        kinds = [
+            (of.full, full_k, full_v, starts[1], batch.longest[1]),
+            (of.few, few_k, few_v, starts[2], batch.longest[2]),
+        ]
+        for heads, some_k, some_v, begin, longest in kinds:
+            if len(heads) == q.shape[1]:
+                self.varlen(q, some_k, some_v, starts[0], begin, batch.longest[0], longest, scaling, out)
+            elif len(heads):
+                some = q.index_select(1, heads)
+                result = torch.empty_like(some)
+                self.varlen(some, some_k, some_v, starts[0], begin, batch.longest[0], longest, scaling, result)
+                out.index_copy_(1, heads, result)
+
 
 def decoding_first(starts: Sequence[int], tokens: int) -> int:
     """How many of the first requests have one new position, or none, as padding has, and a row each.
@@ -172,14 +289,16 @@ class DeviceStep:
     tables: int32 [R, blocks] each, the block tables of `kept` and `rest`
     slots: int64 [tokens] each, the slots of the new positions in `kept` and `rest`; a slot of the null block or below
         stores nothing
-    others: the step of the requests behind the first `decodes`, None = there are none
+    batches: the requests behind the first `decodes`, without those of `others`
+    others: requests that compute positions again which the model had generated before, a step each
     """
 
     decodes: int
     lengths: Tensor
     tables: tuple[Tensor, Tensor]
     slots: tuple[Tensor, Tensor]
-    others: attention.Step | None = None
+    batches: Sequence[Batch] = ()
+    others: Sequence[attention.Step] = ()
 
     def attend(
         self,
@@ -204,5 +323,7 @@ class DeviceStep:
         if first:
             kept, rest = (table[:first] for table in self.tables)
             paged.attend(pages, layer, q[:first], self.lengths[:first], kept, rest, scaling, out[:first])
-        if self.others is not None:
-            attention.attend(self.others, layer, pages, q, k, v, scaling, out)
+        for batch in self.batches:
+            paged.prefill(pages, layer, q, k, v, batch, *self.tables, scaling, out)
+        for step in self.others:
+            attention.attend(step, layer, pages, q, k, v, scaling, out)

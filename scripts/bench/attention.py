@@ -2,8 +2,9 @@
 
     python -m scripts.bench.attention layers OUT        # at the published masks (LeanK, figures 5 and 10)
     python -m scripts.bench.attention packed OUT        # middles in 16, 8, 4 and 2 bits
+    python -m scripts.bench.attention layouts OUT       # bits of each channel's own, beside dense attention
 
-Both want a GPU, write a CSV file into OUT, and run on random keys. A call is captured in a CUDA graph that rotates over
+All want a GPU, write a CSV file into OUT, and run on random keys. A call is captured in a CUDA graph that rotates over
 copies larger than the L2 cache; times are medians of replays, in microseconds.
 
 layers    every layer of a published mask, and dense attention: SDPA's kernels, and this one with nothing pruned. limit
@@ -11,6 +12,8 @@ layers    every layer of a published mask, and dense attention: SDPA's kernels, 
           nothing else. A least-squares line through a shape's layers, time = fixed + bytes / rate, separates
           the cost of a launch from the speed of reading: fixed_us, line_gb_per_s
 packed    every eighth layer, means
+layouts   a layer of random layouts (`LAYOUTS`), in which every head has other bands, of 8 KV heads with 4 query heads
+          each; limit is the time in which the bytes can be read in one piece, middle_bytes the share of the middle
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,13 +33,22 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from leank.eval.cache.storage.banded import codecs
+from leank.eval.cache.storage.codecs import Codec
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
+from leank.precision import KEY_BITS, Precision
 from scripts.bench.common import DIM, DTYPE, LLAMA, MASKS, QWEN, Record, Table, clear, device_name, each_ms
 
-SIZES = Sizes(sink=128, window=1024, flush=32)
+SIZES = Sizes(sink=128, window=1024, flush=64)
+# By share of K's dense bytes, scales counted: of blocks of 16 channels, how many have 0, 2, 3, 4, 8 and 16 bits, and of
+# heads, how many have V in 2, 4 and 8 bits.
+LAYOUTS = {
+    0.25: ((0.20, 0.20, 0.0, 0.45, 0.12, 0.03), (0.25, 0.75, 0.0)),
+    0.40: ((0.03, 0.08, 0.0, 0.44, 0.40, 0.05), (0.0, 0.75, 0.25)),
+}
 PACKINGS = {16: None, 8: Packing(8), 4: Packing(4), 2: Packing(2)}  # by bits
 
 
@@ -92,7 +105,7 @@ def make_store(shape: Shape, middle: Middle) -> Store:
     return store
 
 
-def stores_of(shape: Shape, keep: Tensor, bits: Packing | None = None) -> list[Store]:
+def stores_of(shape: Shape, keep: Tensor | None, bits: Codec | None = None) -> list[Store]:
     """Copies of a layer, as many as it takes for none to be in the L2 cache when its turn comes."""
     first = make_store(shape, Middle(keep, bits=bits))
     more = copies_of(needed_bytes(first)) - 1
@@ -230,15 +243,52 @@ def packed(row: Record, batch: int, bits: int, masks: Tensor) -> None:
     row.update(us=np.mean(times), mb=np.mean(sizes) / 1e6, gb_per_s=sum(sizes) / sum(times) / 1e3)
 
 
+# layouts
+
+
+def random_layout(share: float, layers: int = 32, heads: int = 8) -> Precision:
+    """A layout of the shares in `LAYOUTS`, drawn at random and always the same."""
+    generator, (of_blocks, of_heads) = torch.Generator().manual_seed(0), LAYOUTS[share]
+    blocks = torch.multinomial(torch.tensor(of_blocks), layers * heads * DIM // 16, True, generator=generator)
+    values = torch.multinomial(torch.tensor(of_heads), layers * heads, True, generator=generator)
+    key_bits = torch.tensor(KEY_BITS, dtype=torch.uint8)[blocks].repeat_interleave(16)
+    return Precision(
+        key_bits.view(layers, heads, DIM), torch.tensor([2, 4, 8], dtype=torch.uint8)[values].view(layers, heads)
+    )
+
+
+def layout(row: Record, shape: Shape, share: float) -> None:
+    """Fill the row of a layout."""
+    precision = random_layout(share)
+    codec = codecs(precision)[0]
+    stores = stores_of(shape, codec.order > 0, codec)
+    size = needed_bytes(stores[0])
+    us = kernel_us(shape, stores)
+    del stores
+    clear()
+    row.update(us=us, mb=size / 1e6, gb_per_s=size / us / 1e3, limit_us=reading_us(size), k_bytes=share)
+    row["middle_bytes"] = Precision(precision.key_bits[:1], precision.value_bits[:1]).middle_bytes
+
+
+def dense(row: Record, shape: Shape) -> None:
+    """Fill the row of the fastest dense attention."""
+    found = dense_times(shape)
+    name = min(found, key=lambda one: found[one])
+    row.update(us=found[name], mb=shape.bytes / 1e6, gb_per_s=shape.bytes / found[name] / 1e3, kernel=name)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["layers", "packed"])
+    parser.add_argument("action", choices=["layers", "packed", "layouts"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--shapes", type=int, nargs="+", default=range(len(SHAPE_LIST)),
                         help=f"layers: which of the {len(SHAPE_LIST)} shapes, from 0; default all")  # fmt: skip
     parser.add_argument("--step", type=int, help="every so many layers; default: layers 1, packed 8")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="packed: of the batch")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="packed, layouts: of the batch")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[4096, 16384, 32768], help="layouts: tokens of a row"
+    )
     parser.add_argument("--bits", type=int, nargs="+", choices=list(PACKINGS), default=list(PACKINGS), help="packed")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -249,6 +299,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         table = Table(args.out / "attention.csv", ("shape", "layer", "method"))
         for index in args.shapes:
             layers(SHAPE_LIST[index], table, args.step or 1)
+    elif args.action == "layouts":
+        table = Table(args.out / "layouts.csv", ("batch", "context", "method"))
+        for context, batch in product(args.contexts, args.rows):
+            shape = replace(SHAPE_LIST[0], batch=batch, context=context)
+            names: Record = {"batch": batch, "context": context}
+            table.add({**names, "method": "dense"}, partial(dense, shape=shape))
+            for share in LAYOUTS:
+                table.add({**names, "method": f"layout {share}"}, partial(layout, shape=shape, share=share))
     else:
         table, keep = Table(args.out / "packed.csv", ("batch", "method", "bits")), SHAPE_LIST[0].keep()
         keep = keep[:: args.step or 8]

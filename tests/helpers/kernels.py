@@ -13,6 +13,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 pytest.importorskip("triton")  # Linux only
 
 from leank.eval.cache.attention.launch import Kernel  # noqa: E402
+from leank.eval.cache.storage.banded import Banded  # noqa: E402
 from leank.eval.cache.storage.channels import KeptChannels  # noqa: E402
 from leank.eval.cache.storage.middle import Middle  # noqa: E402
 from leank.eval.cache.storage.store import Store  # noqa: E402
@@ -32,6 +33,8 @@ def make_store(counts, dim, lengths, sizes, dtype, seed=0, bits=None, widths=Non
     given lengths, left-padded. per_row: every row keeps other channels of V. middle: more choices of the `Middle`."""
     generator = torch.Generator().manual_seed(seed)
     keep, values = some_channels(counts, dim, generator), None
+    if isinstance(bits, Banded):
+        keep = bits.order > 0
     if widths is not None:
         values = torch.stack([some_channels(widths, dim, generator) for _ in (lengths if per_row else [0])])
         values = values if per_row else values[0]

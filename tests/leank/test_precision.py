@@ -42,10 +42,11 @@ def test_bytes_of_a_token_against_the_obvious_loop(shape, seed, itemsize):
     for layer in range(layers):
         for head in range(heads):
             bits = precision.key_bits[layer, head].tolist()
-            k = bits.count(16) * itemsize
-            for width in (2, 3, 4, 8):
+            k = 0
+            for width in (2, 3, 4, 8, 16):
                 room = (bits.count(width) + ROOM - 1) // ROOM * ROOM
-                k += room * (width / 8 + 2 * itemsize / GROUP)  # the scale and zero point of every GROUP tokens
+                # the scale and zero point of every GROUP tokens
+                k += room * (itemsize if width == 16 else width / 8 + 2 * itemsize / GROUP)
             width, group = (
                 int(precision.value_bits[layer, head]),
                 max(g for g in (1, 2, 4, 8, 16, 32, 64) if dim % g == 0),
@@ -62,7 +63,6 @@ def test_a_mask_is_the_case_of_0_and_16_bits():
     keep = torch.rand(2, 3, 64) > 0.5
     keep[0, 1] = False
     mask = ChannelMask(keep)
-    assert torch.equal(Precision.whole(keep).keep, keep)
     assert mask.middle_bytes == pytest.approx((keep.sum() + 5 * 64).item() / (2 * 3 * 64 * 2))
     assert ChannelMask(torch.ones(1, 1, 64, dtype=torch.bool)).middle_bytes == 1
 

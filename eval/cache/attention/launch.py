@@ -16,17 +16,21 @@ from torch import Tensor
 from leank.eval.cache.attention import work
 from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.attention.evict import Weights
-from leank.eval.cache.attention.kernels import decode, packed, ring
+from leank.eval.cache.attention.kernels import banded, decode, packed, ring
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
 from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
+from leank.eval.cache.storage.banded import PAGE_ROOM, Banded, page_room
+from leank.eval.cache.storage.codecs import PageSegment
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.store import Store
-from leank.eval.cache.storage.upload import scratch, update
+from leank.eval.cache.storage.upload import scratch, update, upload
 
 MAX_ROWS = 32  # query tokens x heads of a group in one tile; more query tokens take several passes, called chunks
 MOVED = 32  # tokens that a program of `move` holds in registers at a time
 MAX_CHUNKS = 4  # chunks in one launch; the limit bounds the scratch memory
+AHEAD = 4 * PAGE_ROOM  # bytes of pages that a program may ask for before it needs them, where that is a choice
+SHARED = 208_000  # bytes that a program has for them at most
 FEW = 32  # pages of the middle for each program, below which a codec's kernel may take another `Config`
 
 
@@ -96,6 +100,9 @@ class CodecKernels:
     share: float
     config: Callable[[int, bool], Config]
     move: Callable[[Store, Tensor], None]
+    heads: np.ndarray | None = None
+    """[H, 4], where heads differ: numbers of 16 bits that a token's K and V take, and what the work table then has as
+    its channels of K and of V; None = what it has is both."""
 
 
 def kernels_of(store: Store) -> CodecKernels | None:
@@ -143,6 +150,52 @@ def _move_packed(store: Store, done: Tensor) -> None:
         PAGE=PAGE,
         BITS=packing.bits,
         CELL=packing.group,
+    )
+
+
+def banded_kernels(store: Store) -> CodecKernels:
+    """The kernels of a store whose heads have bands of several widths."""
+    codec, base, tail = store.middle.bits, store.ring_k, store.tail
+    assert isinstance(codec, Banded)
+    assert isinstance(tail, PageSegment)
+    n, pages = codec.counts, tuple(page_room(form, base.shape[-1], base.itemsize) for form in codec.forms)
+    cost = [page[0] / (PAGE * base.itemsize) for page in tail.page_bytes()]
+    signs = n[:, 0] | n[:, 1] << 8 | n[:, 2] << 16, n[:, 3] | n[:, 4] << 8 | codec.form_of_heads << 16
+
+    def config(tile_rows: int, few: bool) -> Config:
+        # `banded.stages_of` says how many pages each form asks for ahead, so that all launches have one compiled kernel
+        found = WIDE_PACKED if tile_rows > 16 else replace((PACKED_FEW if few else PACKED)[4], stages=3)
+        return found if found.warps * max(pages, default=0) < SHARED else replace(found, warps=4)
+
+    return CodecKernels(
+        read=banded.read,
+        codes=banded.Codes(codec.forms, pages, AHEAD, base.is_cuda),
+        share=1.0,
+        config=config,
+        move=_move_banded,
+        heads=np.stack([*np.ceil(cost), *signs], -1).astype(np.int64),
+    )
+
+
+def _say(table: np.ndarray, of: type[work.Part] | type[work.Column], of_heads: np.ndarray) -> None:
+    """Put two numbers of every head [H, 2] in place of its channels of K and V, in the middle's lines of a table."""
+    lines = np.flatnonzero(table[:, of.KIND] >= work.PROMPT)
+    table[lines[:, None], [of.CHANNELS, of.WIDTH]] = of_heads[table[lines, of.HEAD]]
+
+
+def _move_banded(store: Store, done: Tensor) -> None:
+    """Pack the tokens that are due, in one launch."""
+    codec, tail, index = store.middle.bits, store.tail, store.channels.index
+    assert isinstance(codec, Banded)
+    batch, heads, slots, dim = store.ring_k.shape
+    bands = np.concatenate([codec.counts, np.array(codec.value_bits)[:, None]], 1).astype(np.int32)
+    banded.move[(batch, heads)](
+        *(store.ring_k, store.ring_v, tail.k, tail.v, index, tail.places(), upload(bands, index.device)),
+        *(store.seen_dev, store.start_dev, tail.length_dev, done),
+        *(index.stride(0), slots, store.sizes.window, store.sizes.flush),
+        H=heads,
+        D=dim,
+        PAGE=PAGE,
     )
 
 
@@ -313,10 +366,14 @@ class Kernel(Plain):
         codec = kernels_of(store)
         programs = self.programs or multiprocessors(device) * self._config(codec, 16).per_sm
         parts = work.parts(store)
+        if codec is not None and codec.heads is not None:
+            _say(parts, work.Part, codec.heads[:, :2])
         few = int(parts[parts[:, work.Part.KIND] >= work.PROMPT, work.Part.TOKENS].sum()) < FEW * PAGE * programs
         config = self._config(codec, 16, few)
         share = 1.0 if codec is None else codec.share
         lines = work.cut(parts, programs, config.tile, share * config.slow, config.per_tile, config.piece)
+        if codec is not None and codec.heads is not None:
+            _say(lines, work.Column, codec.heads[:, 2:])
         most = programs + work.PARTS * batch * heads  # every cut and every part begins at most one piece
         if old is not None and len(old.table) == most and old.table.device == device:
             table = old.table

@@ -13,6 +13,7 @@ A page of 64 tokens is a plane of codes, then one of *scales*: every cell's scal
        2 bits  [32, C / 2], also for channels c and c + C / 2
        1 bit   [32, C / 4], also for channels C / 4 apart
     V          [D bits / 8, 64], for channels D bits / 8 apart  [D / group, 32, 2, 2]
+       1 bit   [D / 4, 32], for channels D / 4 apart and tokens t and t + 32
 
 A code of 3 bits lies in two planes: its lower 2 bits as codes of 2, then its upper one.
 
@@ -33,11 +34,11 @@ from torch.nn.functional import pad
 
 from leank.eval.cache.storage.codecs import Folds, PageCodec, PageSegment, fold, unfold
 from leank.eval.cache.storage.segment import PAGE, Count, Extent, round_up
+from leank.precision import ROOM
 
-ROOM = 16  # a page has room for a multiple of so many channels of K
 # By bits, how codes join in the bytes of a page of K, [64, C], and of V, [D, 64].
 K_FOLDS: dict[int, Folds] = {8: (), 4: ((-2, 4),), 2: ((-1, 2), (-2, 4)), 1: ((-1, 2), (-1, 1), (-2, 4))}
-V_FOLDS: dict[int, Folds] = {8: (), 4: ((-2, 4),), 2: ((-2, 4), (-2, 2)), 1: ((-2, 4), (-2, 2), (-2, 1))}
+V_FOLDS: dict[int, Folds] = {8: (), 4: ((-2, 4),), 2: ((-2, 4), (-2, 2)), 1: ((-2, 2), (-2, 1), (-1, 4))}
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # by bits of a code, those of its parts, the lowest first
 
 
@@ -142,7 +143,7 @@ class Packing(PageCodec):
         """Codes and scales of the planes of pages."""
         parts, found, lower = PLANES[self.bits], [], 0
         for bits, plane in zip(parts, codes.split([codes.shape[-1] // self.bits * b for b in parts], -1), strict=True):
-            height = PAGE // (1 if bits == 8 else 2) if keys else dim * bits // 8
+            height = PAGE // (1 if bits == 8 else 2) if keys else dim * max(bits, 2) // 8
             found.append(unfold(plane.unflatten(-1, (height, -1)), (K_FOLDS if keys else V_FOLDS)[bits]) << lower)
             lower += bits
         whole = sum(found[1:], start=found[0])

@@ -63,7 +63,10 @@ class LeanK(Channels):
         found["pruning_ratio"] = round(self.loaded.pruning_ratio, 6)
         means, precision = self.mean_keys(), self.precision()
         found |= {} if means is None else {"means": _digest(means)}
-        return found if precision is None else found | {"bits": _digest(precision.key_bits, precision.value_bits)}
+        if precision is not None:
+            found |= {"layout": _digest(precision.key_bits, precision.value_bits)}
+            found["bits"] = round(16 * precision.middle_bytes, 3)  # of a number of a dense middle, scales counted
+        return found
 
     def mean_keys(self) -> Tensor | None:
         return self.loaded.mean_keys if self.compensation == "mask" else None

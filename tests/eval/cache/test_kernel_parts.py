@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 interpreted = pytest.mark.skipif(ON_GPU, reason="the same on the device below")
 WORD, HALF, BYTE = 2**32 - 1, 2**16 - 1, 2**8 - 1
 OF_TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-PLACES = [(bits, place) for bits in (2, 4, 8) for place in range(8 // bits)]
+PLACES = [(bits, place) for bits in (1, 2, 4, 8) for place in range(8 // bits)]
 
 
 def bits_of(*numbers, dtype):

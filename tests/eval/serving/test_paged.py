@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from leank.eval.serving import attention
 from leank.eval.serving.layout import PageLayout
 from leank.eval.serving.paged import DeviceStep, PagedAttention, decoding_first
+from leank.eval.serving.prefill import batches
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -169,11 +170,15 @@ def requests(lengths, news, padding=0, seed=0):
     return layout, pages, tables, torch.randn(rows, 6, 64, generator=generator).to(DEVICE, DTYPE), k, v
 
 
-def both(lengths, news, padding=0):
-    """Outputs and pages of the plain step, and those of the step for a GPU."""
+def both(lengths, news, padding=0, generated=(), room=200):
+    """Outputs and pages of the plain step, and those of the step for a GPU.
+
+    generated: numbers of requests that compute a part of their reply again
+    room: tokens of a batch of chunks
+    """
     layout, pages, tables, q, k, v = requests(lengths, news, padding)
     starts = [0, *torch.tensor(news).cumsum(0).tolist()]
-    prompts = [length - new // 2 for length, new in zip(lengths, news, strict=True)]
+    prompts = [n - new // 2 if i in generated else n for i, (n, new) in enumerate(zip(lengths, news, strict=True))]
     step = attention.Step(layout, starts, lengths, prompts, *(table[: len(lengths)] for table in tables))
     plain, other = pages.clone(), pages.clone()
     for group, at in zip((layout.kept, layout.rest), step.slots, strict=True):
@@ -184,26 +189,34 @@ def both(lengths, news, padding=0):
     starts += [starts[-1]] * padding
     decodes = decoding_first(starts, len(q))
     slots = [torch.cat([at, at.new_full((padding,), -1)]) for at in step.slots]
-    others = None
-    if decodes < len(lengths):
-        behind = (table[decodes : len(lengths)] for table in tables)
-        others = attention.Step(
-            layout, starts[decodes : len(lengths) + 1], lengths[decodes:], prompts[decodes:], *behind
-        )
+    behind = range(decodes, len(lengths))
+    again = [i for i in behind if lengths[i] > prompts[i]]
+    others = [
+        attention.Step(layout, starts[i : i + 2], [lengths[i]], [prompts[i]], *(table[i : i + 1] for table in tables))
+        for i in again
+    ]
+    chunks = batches(layout, starts, lengths, [i for i in behind if i not in again], room, DEVICE)
     count = torch.tensor([*lengths, *[0] * padding], dtype=torch.int32, device=DEVICE)
-    device_step = DeviceStep(decodes, count, tuple(tables), tuple(slots), others)
+    device_step = DeviceStep(decodes, count, tuple(tables), tuple(slots), chunks, others)
     device_step.attend(PagedAttention(layout, DEVICE, 6, 8, 5), 0, other, q, k, v, SCALE, got)
     return (want, plain), (got, other)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "news", "padding"),
-    [([70, 33], [1, 1], 0), ([70, 3], [1, 1], 2), ([90, 40, 60, 41], [1, 1, 30, 1], 0), ([50], [20], 0)],
-    ids=["decoding", "padded", "mixed", "a chunk alone"],
+    ("lengths", "news", "padding", "generated"),
+    [
+        ([70, 33], [1, 1], 0, []),
+        ([70, 3], [1, 1], 2, []),
+        ([90, 40, 60, 41], [1, 1, 30, 1], 0, [2]),
+        ([50], [20], 0, []),
+        ([60, 9, 70, 45, 33], [1, 9, 30, 44, 3], 0, [3]),
+        ([90, 3, 30, 28], [5, 2, 2, 28], 3, []),
+    ],
+    ids=["decoding", "padded", "mixed", "a chunk alone", "chunks of all kinds", "chunks behind short pasts"],
 )
 @pytest.mark.parametrize("where", ["here", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_a_step_for_a_gpu_is_the_plain_step(lengths, news, padding, where):
-    (want, plain), (got, other) = both(lengths, news, padding)
+def test_a_step_for_a_gpu_is_the_plain_step(lengths, news, padding, generated, where):
+    (want, plain), (got, other) = both(lengths, news, padding, generated)
     torch.testing.assert_close(other, plain, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=1e-2 if ON_GPU else 1e-5)
 

@@ -309,8 +309,8 @@ def decode(
                 last = tl.minimum(last, tl.load(layer.tail + row * F.H + head).to(tl.int32))
             kept = layer.index + row * layer.index_b + head * D
             if READ is not None:
-                acc, m, z = READ(acc, m, z, q_row, ok, kept, layer, k_at, v_at, first, last, count, queries.scale,
-                                 F, CODES)
+                acc, m, z = READ(acc, m, z, q_row, ok, kept, layer, k_at, v_at, first, last, count, width,
+                                 queries.scale, F, CODES)
             else:
                 acc, m, z = _kept(acc, m, z, q_row, ok, kept, layer.ranks + row * layer.ranks_b + head * D,
                                   layer.base, k_at, v_at, first, last, count, width, queries.scale, logits, F)

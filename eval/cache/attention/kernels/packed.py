@@ -22,11 +22,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from leank import precision
 from leank.eval.cache.attention.kernels.parts import gather
-from leank.eval.cache.storage import quantised
 
 HALF = tl.constexpr(32)  # tokens of a page that are multiplied at a time
-ROOM = tl.constexpr(quantised.ROOM)
+ROOM = tl.constexpr(precision.ROOM)
 AT_ONCE = tl.constexpr(32)  # lines of channels: all at once took 254 registers, which left room for two programs
 
 
@@ -364,13 +364,15 @@ def _sums(
 
 @triton.jit
 def read(
-    acc, m, z, q_row, ok, index, layer, k_at, v_at, first, last, count, scale, F: tl.constexpr, CODES: tl.constexpr,
+    acc, m, z, q_row, ok, index, layer, k_at, v_at, first, last, count, width, scale,
+    F: tl.constexpr, CODES: tl.constexpr,
 ):
     """Tokens [first, last) of a packed part; the form for 16 bits is `decode.middle`.
 
     q_row: [M], where the queries of a tile begin; ok: [M], which rows hold one
     index: the numbers of the head's `count` kept channels
     k_at, v_at: bytes from the layer's `codes` to where the head's K and V begin
+    width: channels of V, all of them
     scale: factor of the logits, positive
 
     An operand has at least 32 bytes of channels, which at two bits are 64.

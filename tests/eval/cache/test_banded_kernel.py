@@ -1,0 +1,164 @@
+"""The kernels over pages of bands, which read them and pack tokens into them, against plain forms: in Triton's
+interpreter on a CPU, on the device with `-m gpu`."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.kernels import ON_GPU, check_decoding, check_moves, make_store, poisoned_memory  # noqa: F401
+
+from leank.eval.cache import compressed_cache  # isort: skip  (needs Triton, which the line above asks for)
+from leank.eval.cache.attention import work
+from leank.eval.cache.attention.kernels import banded, packed
+from leank.eval.cache.attention.launch import Config, Kernel
+from leank.eval.cache.graph import DecodeLoop
+from leank.eval.cache.storage.banded import BANDS, MOST_FORMS, codecs, forms
+from leank.eval.cache.storage.segment import PAGE
+from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.inference.models import ModelConfig, load_model
+from leank.precision import KEY_BITS, VALUE_BITS, Precision
+from leank.shape import kv_shape
+from tests.helpers.layouts import layout, layout_mask
+
+DTYPE = torch.bfloat16 if ON_GPU else torch.float16
+interpreted = pytest.mark.skipif(ON_GPU, reason="the same on the device below")
+EACH = [((bits,), (4,)) for bits in (2, 3, 4, 8, 16)] + [((4,), (bits,)) for bits in (2, 3, 8, 16)]
+ALL = (KEY_BITS, VALUE_BITS)
+SOME = ((0, 2, 4), (2, 4))
+
+
+def codec_of(bits, dim, heads=3, seed=0):
+    """The codec of a layer whose first head is empty."""
+    (codec,) = codecs(layout((1, heads, dim), seed, *bits))
+    return codec
+
+
+@interpreted
+@pytest.mark.parametrize("bits", EACH, ids=str)
+def test_every_width_is_read(bits):
+    check_decoding([0, 0], 64, 2, [301, 170], Sizes(10, 64, 64), DTYPE, 1, 1, Config(), 5, bits=codec_of(bits, 64, 2))
+
+
+@interpreted
+@pytest.mark.parametrize(("dim", "group", "queries"), [(128, 4, 1), (64, 8, 5)])
+def test_heads_of_many_widths_are_read(dim, group, queries):
+    """A head of every width, and several chunks of query tokens."""
+    codec = codec_of(ALL, dim, 4)
+    check_decoding([0] * 4, dim, group, [301, 170], Sizes(10, 64, 64), DTYPE, queries, 2, Config(), 5, bits=codec)
+
+
+@interpreted
+@settings(max_examples=5, derandomize=True)
+@given(
+    st.sampled_from([ALL, SOME]),
+    st.integers(1, 8),
+    st.lists(st.integers(1, 150), min_size=1, max_size=2),
+    st.tuples(st.integers(0, 70), st.integers(1, 80)),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(0, 99),
+)
+def test_interpreted_on_random_shapes(bits, group, lengths, ends, queries, programs, seed):
+    lengths = [max(n, ends[0]) for n in lengths]
+    codec = codec_of(bits, 64, 2, seed)
+    check_decoding([0] * 2, 64, group, lengths, Sizes(*ends, 64), DTYPE, queries, 2, Config(), programs, seed, codec)
+
+
+@interpreted
+@pytest.mark.parametrize(("bits", "dim"), [*((bits, 64) for bits in EACH), (ALL, 64), (ALL, 128)], ids=str)
+def test_tokens_are_packed_as_in_plain_pytorch(bits, dim):
+    """Of one page and of several; lines in part."""
+    codec = codec_of(bits, dim, 2, 1)
+    assert check_moves([0] * 2, dim, [90, 40], Sizes(3, 20, 64), DTYPE, [64, 3, 130], 0, bits=codec)[0] > 1
+
+
+@interpreted
+@pytest.mark.parametrize("bits", [((0, 2, 3, 16), (4,)), ((4, 8, 16), (16,))], ids=str)
+def test_logits_and_results_are_divided_by_the_unit(bits, monkeypatch):
+    """Where codes are unpacked as bfloat16, they are as small; a band of 16 bits joins them."""
+    for module in (packed, banded):
+        monkeypatch.setattr(module, "unit_of", lambda dtype, ptx: 2.0**-64)
+    codec = codec_of(bits, 64)
+    check_decoding([0] * 3, 64, 2, [170, 90], Sizes(10, 64, 64), torch.float32, 1, 2, Config(), 3, bits=codec)
+
+
+def test_forms_have_room_for_every_head_and_are_few():
+    for seed in range(4):
+        precision = layout((6, 4, 128), seed)
+        found = forms(precision)
+        assert len(found) <= max(MOST_FORMS, len(VALUE_BITS))
+        for codec in codecs(precision):
+            for head, (counts, values) in enumerate(zip(codec.counts, codec.value_bits, strict=True)):
+                form = found[codec.form_of_heads[head]]
+                if counts.any():
+                    assert (counts <= form[:-1]).all()
+                    assert values == form[-1]
+    few = Precision(torch.full((2, 2, 64), 4, dtype=torch.uint8), torch.full((2, 2), 2, dtype=torch.uint8))
+    assert forms(few) == ((0, 0, 64, 0, 0, 2),)
+
+
+def test_the_work_of_a_head_is_its_bytes():
+    """The table has what the kernel reads in place of channels, and was cut by the bytes of a token."""
+    codec = codec_of(ALL, 64, 2)
+    store = make_store([0] * 2, 64, [64 * 40], Sizes(0, 0, 64), DTYPE, bits=codec)
+    plan = Kernel(programs=8).prepare(store)
+    lines = plan.table[plan.table[:, work.Column.KIND] >= work.PROMPT]
+    counts = codec.counts[1].tolist()
+    for line in lines.tolist():
+        k, v = line[work.Column.CHANNELS], line[work.Column.WIDTH]
+        assert [k & 255, k >> 8 & 255, k >> 16, v & 255, v >> 8 & 255] == counts
+        assert v >> 16 == codec.form_of_heads[1]
+    assert sum(counts) == sum((torch.tensor(codec.key_bits[1]) == bits).sum() for bits in BANDS)
+    per_token = sum(page[0, 1] for page in store.prompt.page_bytes()) / PAGE
+    assert plan.codec.heads[1, :2].sum() == pytest.approx(per_token / 2, abs=2)
+
+
+def test_a_layout_of_empty_heads_has_nothing_to_read():
+    bits = Precision(torch.zeros(1, 2, 64, dtype=torch.uint8), torch.full((1, 2), 4, dtype=torch.uint8))
+    (codec,) = codecs(bits)
+    check_decoding([0, 0], 64, 2, [200], Sizes(4, 70, 64), DTYPE, 1, 1, Config(), 3, bits=codec)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("bits", "dim", "group", "queries", "dtype"),
+    [
+        *((bits, 128, 4, 1, torch.bfloat16) for bits in EACH),
+        (ALL, 128, 4, 1, torch.bfloat16),
+        (SOME, 128, 8, 40, torch.bfloat16),  # several chunks
+        (SOME, 128, 7, 1, torch.float16),
+        (ALL, 64, 8, 1, torch.float16),
+    ],
+    ids=str,
+)  # fmt: skip  (every line is compiled anew)
+def test_on_the_device(bits, dim, group, queries, dtype):
+    codec, sizes = codec_of(bits, dim, 4), Sizes(128, 256, 64)
+    for programs in (0, 7):
+        check_decoding([0] * 4, dim, group, [3001, 1700, 700], sizes, dtype, queries, 2, None, programs, 0, bits=codec)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("bits", "dim"), [*((bits, 128) for bits in EACH), (ALL, 64), (ALL, 128)], ids=str)
+def test_moves_on_the_device(bits, dim, dtype):
+    codec = codec_of(bits, dim, 4, 1)
+    assert check_moves([0] * 4, dim, [900, 400], Sizes(3, 120, 64), dtype, [64, 3, 130, 200], 0, bits=codec)[0] > 2
+
+
+@pytest.mark.gpu
+def test_generate_replays_a_captured_step(monkeypatch):
+    """The same tokens as step by step and, but for rounding, as in plain PyTorch; after a reset as well."""
+    model = load_model(ModelConfig())
+    mask, captures, capture = layout_mask(kv_shape(model.config), 5), [], DecodeLoop.capture
+    monkeypatch.setattr(DecodeLoop, "capture", lambda loop: (captures.append(1), capture(loop)))
+    cache = compressed_cache(model, mask, 16, 96)
+    for length in (500, 900):
+        ids = torch.randint(5, 4000, (2, length), generator=torch.Generator().manual_seed(length)).to(model.device)
+        options = {"max_new_tokens": 150, "min_new_tokens": 150, "do_sample": False, "pad_token_id": 0}
+        found = cache.generate(model, input_ids=ids, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr("leank.eval.cache.generate.CAPTURE_FOR", 1000)
+            assert torch.equal(found, compressed_cache(model, mask, 16, 96).generate(model, input_ids=ids, **options))
+        cache.reset()
+    assert captures == [1]
