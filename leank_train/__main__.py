@@ -50,8 +50,11 @@ def main(config: DictConfig) -> float:
         return float("nan")
     recall = metrics.get("validation", {}).get("recall", {})
     print(f"mask      {out / 'mask.safetensors'}  ({100 * metrics['pruning_ratio']:.1f}% of K channels pruned)")
-    between, margin = (metrics["separation"][key] for key in ("between", "margin"))
-    print(f"scores    {100 * between:.1f}% of the channels ended between .1 and .9; margin at the cut {margin:.2f}")
+    if "bytes" in metrics:
+        print(f"layout    {metrics['bytes']:.3f} of dense's bytes in the middle; other budgets are in masks/")
+    else:
+        between, margin = (metrics["separation"][key] for key in ("between", "margin"))
+        print(f"scores    {100 * between:.1f}% of the channels ended between .1 and .9; margin at the cut {margin:.2f}")
     print(f"results   {out}  (metrics.json, plots/, validation.md)")
     if (out / "wandb").exists():
         print(f"curves    wandb leet {out / 'wandb'}  (or: wandb sync {out / 'wandb'}/offline-run-*)")

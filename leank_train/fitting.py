@@ -184,13 +184,13 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
         state = read_checkpoint(done, cure)
         check_origin(state, of, done, cure)
         try:
-            if state["alpha"].shape != stage.alpha.shape:
+            if state["alpha"].shape != stage.result.shape:
                 raise ValueError(f"scores of the shape {list(state['alpha'].shape)}")
             recorder.load_state_dict(state["record"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedFile(done, f"it holds what no stage leaves ({error!r})", cure) from error
         refuse_not_finite(state["alpha"], cure, str(done))
-        stage.alpha.data.copy_(state["alpha"])
+        stage.result.data.copy_(state["alpha"])
         return recorder
     if stage.config.steps:
         data = config.data
@@ -214,7 +214,7 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
     if trainer.is_global_zero:
         state = {
             "of": of,
-            "alpha": stage.alpha.detach().cpu(),
+            "alpha": stage.result.detach().cpu(),
             "record": recorder.state_dict(),
         }
         write_checkpoint(done, state)

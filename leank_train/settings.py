@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedConfig
 
 from leank import backbone as backbones
+from leank.allocation import check_align
 from leank.backbone import Backbone, ModelConfig
 from leank.data_gen import haystack
 from leank.data_gen.tasks import Mixture, task
@@ -143,7 +144,7 @@ class RunConfig(Checked):
             "limits of a steered lambda fit means; set stage1.l1=mean and stage1.reduction=official, or give a number",
         )
         need(
-            self.stage1.steps + self.stage2.steps > 0,
+            self.stage1.steps + self.stage2.steps > 0 or pruning.bytes is not None,
             "stage1.steps=0 and stage2.steps=0: nothing would be learned; give one of them steps above 0",
         )
         apart = self.trainer.shard_weights or self.trainer.sequence_parallel > 1
@@ -156,6 +157,13 @@ class RunConfig(Checked):
             not pruning.nested or (self.stage1.lam == steering.AUTO and not self.stage1.patience + self.stage2.steps),
             f"pruning.nested={list(pruning.nested)} needs stage1.lam=auto, stage1.patience=0 and stage2.steps=0: the "
             "steered fall of all scores in stage 1 orders the channels, and stage 2 learns one ratio alone",
+        )
+        elsewhere = self.stage2.steps + self.stage1.patience or self.extra_ratios or 0 in pruning.budgets or apart
+        need(
+            pruning.bytes is None or not (elsewhere or self.stage1.lam != steering.AUTO),
+            f"pruning.bytes={pruning.bytes} learns a layout of bits, which needs stage1.lam=auto, stage1.patience=0, "
+            "stage2.steps=0, extra_ratios=[] and budgets above 0 in pruning.nested, and one process with whole "
+            "documents and weights (trainer.shard_weights=false, trainer.sequence_parallel=1)",
         )
         shortest = {"data.min_length": data.min_length}
         if validation.samples:
@@ -230,6 +238,11 @@ def check_model(config: RunConfig, longest: dict[str, int]) -> None:
         dim, align = check_config(model).head_dim, config.pruning.align
     except ValueError as error:
         raise BadConfig(f"model.name={name}: {error}") from None
+    if config.pruning.bytes is not None:
+        try:
+            check_align(dim, align)
+        except ValueError as error:
+            raise BadConfig(f"pruning.{error}") from None
     need(dim % align == 0, f"pruning.align={align} does not divide head_dim={dim} of {kind}; use a divisor such as 16")
     check_positions(model, kind, longest)
     for rope in layer_ropes(model):

@@ -83,7 +83,9 @@ class PruningConfig(Checked):
     compensation: what a pruned channel has in the middle: "none" is 0 (the paper), "mean" its mean over calibration
         documents (`ChannelMask.mean_keys`), which a mask's file then holds.
     nested: other ratios for which stage 1 orders the channels, so that the mask of a higher ratio is part of that of a
-        lower one; none is the paper's way.
+        lower one; none is the paper's way. With `bytes`, other budgets.
+    bytes: a budget, the share of dense's bytes that the middle may take; it makes the run learn a layout of bits
+        (`leank_train.layouts`) and not a mask, so that `ratio` and `rounding` have no effect. None is the paper's way.
     """
 
     ratio: Annotated[Share, "it is the share of channels to prune, e.g. 0.7"]
@@ -93,6 +95,12 @@ class PruningConfig(Checked):
     window: Positive = 1024
     compensation: Annotated[str, OneOf("none", "mean")] = "none"
     nested: Sequence[Annotated[Share, "it is a share of channels to prune, e.g. 0.9"]] = ()
+    bytes: Annotated[float, Gt(0), Le(1), "it is a share of dense's bytes, e.g. 0.3"] | None = None
+
+    @property
+    def budgets(self) -> list[float]:
+        """The budgets of a layout, rising; `bytes` is among them."""
+        return [] if self.bytes is None else sorted({self.bytes, *self.nested})
 
     @property
     def highest(self) -> float:
@@ -164,6 +172,11 @@ class Stage(L.LightningModule):
     def finish(self) -> None:
         """Make alpha what the stage leaves; called once, after the last step."""
 
+    @property
+    def result(self) -> Tensor:
+        """What the stage leaves, of which `done.ckpt` has a copy."""
+        return self.alpha
+
     def mask(self) -> ChannelMask:
         """Return beta = Top_{s%, r}(alpha)."""
         return ChannelMask.from_scores(self.alpha, self.pruning.ratio, self.pruning.align, self.pruning.rounding)
@@ -181,14 +194,17 @@ class Stage(L.LightningModule):
 
         beta: a mask, bool [L, H, D], to measure as it is deployed; by default the student has the stage's scores.
         """
-        model, answers = self.backbone.model, batch.answers
+        model = self.backbone.model
         prefix, question, full = read(model, batch, self.parallel.prefill_kernel, self.mean_keys, self.ranks)
+        return self.objective.distance(full, self.student(prefix, question, batch, beta), batch.answers.lengths)
+
+    def student(self, prefix: Prefix, question: Branch, batch: Batch, beta: Tensor | None) -> Tensor:
+        """Return the student's rows of the answers, [R, N, hidden]; beta as in `distillation`."""
         scores, empty = (self.scores(), self.config.empty_heads) if beta is None else (beta.to(self.alpha), "drop")
-        scaled = student(
-            model, prefix, question, answers.ids, answers.lengths, scores,
+        return student(
+            self.backbone.model, prefix, question, batch.answers.ids, batch.answers.lengths, scores,
             sink=self.pruning.sink, window=self.pruning.window, empty_heads=empty,
         )  # fmt: skip
-        return self.objective.distance(full, scaled, answers.lengths)
 
     def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:
         """Return the loss of one batch, and the values that a run records."""
@@ -295,13 +311,25 @@ class Stage1(Stage):
 
     def optimizer_step(self, *given: Any, **more: Any) -> None:
         """Make a step of alpha, then steer lambda; it depends on alpha alone, so all ranks get the same."""
-        step, before = self.trainer.global_step + 1, self.alpha.detach().mean()
+        step, before = self.trainer.global_step + 1, self.kept()
         super().optimizer_step(*given, **more)
+        self.trace()
+        if isinstance(self.lam, Tensor):
+            steering.steer(self.lam, before, self.kept(), step, self.config.steps, self.to_give_up)
+
+    def kept(self) -> Tensor:
+        """Return the share that is steered, from 1 to 1 - `to_give_up`: the mean score."""
+        return self.alpha.detach().mean()
+
+    @property
+    def to_give_up(self) -> float:
+        """The share that steering gives up until the end: the highest pruning ratio."""
+        return self.pruning.highest
+
+    def trace(self) -> None:
+        """Take down where the scores are, after a step."""
         if self.pruning.nested:
             self.path += self.alpha.detach()
-        if isinstance(self.lam, Tensor):
-            after = self.alpha.detach().mean()
-            steering.steer(self.lam, before, after, step, self.config.steps, self.pruning.highest)
 
 
 class Stage2(Stage):

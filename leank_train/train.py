@@ -9,6 +9,7 @@ from typing import TypedDict
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 from torch import Tensor
 
@@ -16,12 +17,14 @@ from leank import backbone as backbones
 from leank.backbone import Backbone
 from leank.files import write_json
 from leank.mask import ChannelMask, check_ratio
+from leank.precision import VALUE_BITS, Precision
 from leank.rotary import rotary_pairs
 from leank.shape import architecture
 from leank.tensor_files import write_tensors
 from leank.wandb_log import log_results, make_logger
 from leank_train.data import collate
 from leank_train.fitting import best_look, calibrate, fit, memory_advice
+from leank_train.layouts import LayoutStage, Losses, closed_form, layouts
 from leank_train.objective.steering import AUTO, Separation
 from leank_train.run_folder import Run, claimed
 from leank_train.running import parallel, plots
@@ -30,7 +33,7 @@ from leank_train.running.recorder import Recorder
 from leank_train.settings import RunConfig, check, plain
 from leank_train.stages import Stage1, Stage2
 from leank_train.validation import Validation, check_samples_fit, validate
-from leank_train.verdict import MASK, STAGE1, TEXT, judge, mixtures
+from leank_train.verdict import CLOSED_FORM, MASK, STAGE1, TEXT, judge, mixtures
 
 log = logging.getLogger("leank_train")
 
@@ -39,6 +42,7 @@ class Metrics(TypedDict, total=False):
     """The results of a training run; a run without validation has no "validation".
 
     pruning_ratio: share of K channels that the mask prunes.
+    bytes: share of dense's bytes that the middle of a layout of bits takes.
     empty_heads, heads: KV heads without kept channels, and all KV heads.
     separation: how far stage 1 has driven the scores apart (`Separation.metrics`).
     distillation: stage -> distillation loss of its last step.
@@ -49,6 +53,7 @@ class Metrics(TypedDict, total=False):
     """
 
     pruning_ratio: float
+    bytes: float
     empty_heads: int
     heads: int
     alpha_mean: float
@@ -95,6 +100,8 @@ def train(current: Run, signals: Signals) -> Metrics:
 
     # 2. the two stages
     means = calibrate(config, backbone) if config.pruning.compensation == "mean" else None
+    if config.pruning.bytes is not None:
+        return train_layouts(current, backbone, means, logger, signals, started)
     stage1 = Stage1(backbone, config.stage1, config.pruning, parallel=config.trainer, mean_keys=means)
     record1 = fit(current, stage1, "stage1", logger, signals)
     stage2 = Stage2(backbone, config.stage2, config.pruning, stage1.alpha, config.trainer, means)
@@ -110,6 +117,41 @@ def train(current: Run, signals: Signals) -> Metrics:
     metrics = measured(current, mask, scores1, alpha, {"stage1": record1, "stage2": record2})
 
     # 4. the verdict, validation and plots
+    return finish(current, backbone, masks, metrics, (record1, record2), alpha, logger, started)
+
+
+def train_layouts(
+    current: Run, backbone: Backbone, means: Tensor | None, logger: Logger | None, signals: Signals, started: float
+) -> Metrics:
+    """Learn a layout of bits for each budget, or with stage1.steps=0 take the closed form's; see `run`."""
+    config, out = current.config, current.out
+    stage = LayoutStage(backbone, config.stage1, config.pruning, parallel=config.trainer, mean_keys=means)
+    record = fit(current, stage, "stage1", logger, signals)
+    if not current.first:
+        return {}
+    signals.leave_at_once()
+    learned = config.stage1.steps > 0
+    path = stage.path.detach().cpu().contiguous()
+    write_tensors(out / "alpha.safetensors", {"path": path})
+    with memory_advice("in the closed form; checkpoints/stage1 keeps the stage", "data.max_length"):
+        losses = closed_form(config, backbone, means)
+    masks = save_layouts(current, backbone, stage.losses() if learned else losses, losses, means)
+    mask = masks[MASK]
+    metrics: Metrics = {
+        **counted(mask), "bytes": mask.middle_bytes,
+        "distillation": {"stage1": record.steps[-1]["distillation"]} if record.steps else {},
+        "separation": {}, "seconds": {"training": round(record.seconds, 1)}, "config": current.fingerprint,
+    }  # fmt: skip
+    alpha = path[..., :-1, :].mean(-1)
+    return finish(current, backbone, masks, metrics, (record, Recorder(1)), alpha, logger, started)
+
+
+def finish(
+    current: Run, backbone: Backbone, masks: dict[str, ChannelMask], metrics: Metrics,
+    records: tuple[Recorder, Recorder], alpha: Tensor, logger: Logger | None, started: float,
+) -> Metrics:  # fmt: skip
+    """Pronounce the verdict, validate, draw and write the metrics; alpha: scores [L, H, D] for the plots."""
+    config, out, mask = current.config, current.out, masks[MASK]
     with memory_advice("in the verdict; the mask is saved", f"validation.heldout={config.validation.heldout}"):
         pronounce(current, backbone, masks, metrics)
     if config.validation.samples:
@@ -118,7 +160,7 @@ def train(current: Run, signals: Signals) -> Metrics:
             begun = time.monotonic()
             metrics["validation"] = validate(config, backbone, mask, out)
             metrics["seconds"]["validation"] = round(time.monotonic() - begun, 1)
-    figures = plots.training_plots(record1, record2, alpha, mask, rotary_pairs(backbone.model.config), out / "plots")
+    figures = plots.training_plots(*records, alpha, mask, rotary_pairs(backbone.model.config), out / "plots")
     metrics["seconds"]["all"] = round(time.monotonic() - started, 1)
     write_json(out / "metrics.json", metrics)
     log_results(logger, metrics, figures, config.model.name, current.resolved, mask, out)
@@ -157,6 +199,8 @@ def check_inputs(config: RunConfig, backbone: Backbone) -> None:
             raise ValueError(f"{where}: {error}") from error
     check_samples_fit(config, backbone)
     pruning = config.pruning
+    if pruning.bytes is not None:
+        return
     for name, ratio in [("ratio", pruning.ratio), *(("extra_ratios", ratio) for ratio in config.extra_ratios)]:
         check_ratio(backbone.shape, ratio, pruning.align, pruning.rounding, name)
 
@@ -197,6 +241,31 @@ def save_masks(
     return found
 
 
+def save_layouts(
+    current: Run, backbone: Backbone, losses: Losses, closed: Losses, means: Tensor | None
+) -> dict[str, ChannelMask]:
+    """Write the masks of all budgets, and beside learned ones those of the closed form, and equal bits everywhere.
+
+    losses: of the layouts; closed: of the closed form, the same ones if nothing was learned.
+
+    Returns those that the verdict compares, by name; `MASK` has the budget `pruning.bytes`.
+    """
+    pruning, found = current.config.pruning, {}
+    for losses_of, first, name in ((losses, MASK, "layout"), (closed, CLOSED_FORM, CLOSED_FORM)):
+        if first == MASK or losses is not closed:
+            for budget, mask in zip(pruning.budgets, layouts(current, backbone, losses_of, means), strict=True):
+                found[first if budget == pruning.bytes else f"{name}_{100 * budget:.12g}pct"] = mask
+    metadata = {key: value for key, value in found[MASK].metadata.items() if key != "bytes"}
+    for bits in VALUE_BITS[:3]:
+        equal = Precision(
+            *(torch.full(shape, bits, dtype=torch.uint8) for shape in (backbone.shape, backbone.shape[:2]))
+        )
+        found[f"equal_{bits}bits"] = ChannelMask(equal.keep, metadata, None, equal)
+    for name, mask in found.items():
+        mask.save(current.out / ("mask.safetensors" if name == MASK else f"masks/{name}.safetensors"))
+    return found
+
+
 def pronounce(current: Run, backbone: Backbone, masks: dict[str, ChannelMask], metrics: Metrics) -> None:
     """Compare the mask with others on held-out documents: figures go into the masks' files, doubts into the log, too.
 
@@ -217,6 +286,12 @@ def pronounce(current: Run, backbone: Backbone, masks: dict[str, ChannelMask], m
             mask.with_metadata(mask.metadata | told).save(file)
 
 
+def counted(mask: ChannelMask) -> Metrics:
+    """Return what a mask keeps."""
+    counts = mask.channels_per_head
+    return {"pruning_ratio": mask.pruning_ratio, "empty_heads": int((counts == 0).sum()), "heads": counts.numel()}
+
+
 def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, records: dict[str, Recorder]) -> Metrics:
     """Return the metrics of training; warn if the cut of stage 1's scores was arbitrary."""
     ratio = current.config.pruning.ratio
@@ -230,9 +305,7 @@ def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, re
         name: {"step": at, "loss": loss, "ended": records[name].looks[-1][0]} for name, (at, loss) in best.items()
     }
     return {
-        "pruning_ratio": mask.pruning_ratio,
-        "empty_heads": int((mask.channels_per_head == 0).sum()),
-        "heads": mask.channels_per_head.numel(),
+        **counted(mask),
         "alpha_mean": float(alpha.mean()),
         "separation": separation.metrics,
         "distillation": {name: r.steps[-1]["distillation"] for name, r in records.items() if r.steps},

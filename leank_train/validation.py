@@ -6,6 +6,7 @@ their differences are paired.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypedDict
@@ -25,6 +26,7 @@ from leank.eval.run.job import Job
 from leank.eval.run.settings import Settings
 from leank.files import write_text
 from leank.mask import ChannelMask
+from leank.precision import GROUP
 from leank_train.settings import RunConfig
 
 UNSEEN = 1_000_003  # added to the seed of a run: validation samples have seeds of their own
@@ -79,8 +81,16 @@ def benchmark(config: RunConfig) -> Ruler:
 
 
 def compared(config: RunConfig, mask: ChannelMask) -> list[Method]:
-    """Return what is compared; all prune the same share of channels, but for dense."""
+    """Return what is compared; all prune the same share of channels, but for dense.
+
+    A layout of bits is compared with KIVI's 4 and 2 bits everywhere.
+    """
     ratio, sizes = config.pruning.ratio, {"sink": config.pruning.sink, "window": config.pruning.window}
+    if mask.precision is not None:
+        sizes["flush"], kivi = GROUP, {"name": "kivi", "group": math.gcd(32, mask.keep.shape[-1])}
+        axes: dict[str, object] = {"leank": {"channels": {"name": "leank", "mask": mask}}}
+        axes |= {f"kivi{bits}": {"bits": {**kivi, "bits": bits}} for bits in (4, 2)}
+        return [build_method("dense"), *(build_method(name, of, sizes) for name, of in axes.items())]
     calibrated = {"samples": config.validation.calibration, "length": config.data.max_length, "seed": config.seed}
     rules: dict[str, dict[str, object]] = {
         "leank": {"mask": mask},

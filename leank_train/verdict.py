@@ -2,15 +2,16 @@
 
 KL(dense || pruned) at answer tokens, with the mask as it is deployed, is measured on the run's own tasks and on natural
 text, for the mask and for those that it has to beat: the cut of stage 1's scores, the run's masks at higher ratios, the
-lowest frequencies, and no middle at all. A mask that one of them beats is `doubted`: the run says so, and the mask's
-file says so whenever it is loaded.
+lowest frequencies, and no middle at all. A layout of bits has to beat the run's layouts of fewer bytes, the closed form
+at equal bytes, equal bits everywhere, and no middle. A mask that one of them beats is `doubted`: the run says so, and
+the mask's file says so whenever it is loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,8 +22,10 @@ from leank.channel_scores import lowest_frequencies
 from leank.data_gen.tasks import Mixture
 from leank.head import Head, check_head
 from leank.mask import ChannelMask
+from leank.precision import Precision
 from leank_train.data import HELD_OUT, Batch, collate
 from leank_train.forward.branching import student
+from leank_train.forward.stored import stored_student, widths_of
 from leank_train.objective.kl import kl_loss
 from leank_train.running.progress import Meter
 from leank_train.settings import RunConfig
@@ -30,6 +33,7 @@ from leank_train.stages import read
 
 TASKS, TEXT = "tasks", "text"  # the kinds of documents
 MASK, STAGE1, FREQUENCIES, NO_MIDDLE = "leank", "stage1", "lowest_frequencies", "no_middle"
+CLOSED_FORM = "closed_form"
 NEGLIGIBLE = 1e-4  # nats per token; smaller differences are nobody's concern
 LEAST_GAIN = 0.5  # a mask that keeps more than this share of the harm of dropping the middle has collapsed
 
@@ -43,10 +47,12 @@ class Verdict:
 
     losses: of each document; the same documents under every mask.
     ratios: name -> pruning ratio, of the masks of this run.
+    bytes: name -> share of dense's bytes, of the layouts of this run, which has no ratios then.
     """
 
     losses: Losses
     ratios: Mapping[str, float]
+    bytes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def metrics(self) -> dict[str, object]:
@@ -73,14 +79,17 @@ class Verdict:
         if FREQUENCIES in self.losses and self.beats(FREQUENCIES, MASK, kind):
             other = self._mean(FREQUENCIES, kind)
             yield f"{where}, and {other:.2g} with the lowest frequencies, which cost no training; raise stage1.steps"
-        if self.beats(STAGE1, MASK, kind):
+        if STAGE1 in self.losses and self.beats(STAGE1, MASK, kind):
             other = self._mean(STAGE1, kind)
             yield f"{where}, and {other:.2g} without stage 2: use the mask in stage1/, or lower stage2.lr"
-        mine_ratio = self.ratios[MASK]
         for name, ratio in sorted(self.ratios.items(), key=lambda item: item[1]):
-            if ratio > mine_ratio and self.beats(name, MASK, kind):
+            if ratio > self.ratios[MASK] and self.beats(name, MASK, kind):
                 other = self._mean(name, kind)
                 yield f"{where}, and {other:.2g} at ratio={ratio:g}, which prunes more: use masks/{name}.safetensors"
+        for name, share in sorted(self.bytes.items(), key=lambda item: -item[1]):
+            if (share < self.bytes[MASK] or name == CLOSED_FORM) and self.beats(name, MASK, kind):
+                other = self._mean(name, kind)
+                yield f"{where}, and {other:.2g} at bytes={share:.3g} with {name}: use masks/{name}.safetensors"
 
     def beats(self, one: str, other: str, kind: str) -> bool:
         """Whether a mask is better than another on every resample of the documents, all but 2.5% of them."""
@@ -95,7 +104,8 @@ class Verdict:
 def judge(config: RunConfig, backbone: Backbone, masks: Mapping[str, ChannelMask]) -> Verdict | None:
     """Measure the masks of a run and those that they have to beat.
 
-    masks: name -> mask; `MASK` and `STAGE1` are among them, and others have higher or lower ratios.
+    masks: name -> mask; `MASK` and `STAGE1` are among them, and others have higher or lower ratios. With layouts of
+        bits there is no `STAGE1`, and others have more or fewer bytes.
 
     Returns None where it cannot be measured by one process (shared weights or contexts), or the model has no head.
     """
@@ -106,10 +116,12 @@ def judge(config: RunConfig, backbone: Backbone, masks: Mapping[str, ChannelMask
         check_head(backbone.model)
     except ValueError:
         return None
-    ratios = {name: mask.pruning_ratio for name, mask in masks.items() if name != STAGE1}
-    compared = {name: mask.keep for name, mask in masks.items()}
+    layouts = masks[MASK].precision is not None
+    ratios = {name: mask.pruning_ratio for name, mask in masks.items() if name != STAGE1 and not layouts}
+    shares = {name: mask.middle_bytes for name, mask in masks.items() if layouts}
+    compared: dict[str, Tensor | Precision] = {name: mask.precision or mask.keep for name, mask in masks.items()}
     compared[NO_MIDDLE] = torch.zeros(tuple(backbone.shape), dtype=torch.bool)
-    if config.pruning.ratio:
+    if config.pruning.ratio and not layouts:
         with suppress(ValueError):  # a model that rotates only part of a head has no such mask
             compared[FREQUENCIES] = lowest_frequencies(backbone.model.config, config.pruning.ratio).keep
     losses: dict[str, dict[str, list[float]]] = {name: {TASKS: [], TEXT: []} for name in compared}
@@ -118,7 +130,7 @@ def judge(config: RunConfig, backbone: Backbone, masks: Mapping[str, ChannelMask
             for name, loss in _divergences(config, backbone, batch, compared, masks[MASK].mean_keys).items():
                 losses[name][kind].append(loss)
             meter.update()
-    return Verdict(losses, ratios)
+    return Verdict(losses, ratios, shares)
 
 
 def _documents(config: RunConfig, backbone: Backbone, count: int) -> Iterator[tuple[str, Batch]]:
@@ -136,15 +148,17 @@ def mixtures(config: RunConfig, backbone: Backbone) -> dict[str, Mixture]:
 
 @torch.no_grad()
 def _divergences(
-    config: RunConfig, backbone: Backbone, batch: Batch, masks: Mapping[str, Tensor], mean_keys: Tensor | None
-) -> dict[str, float]:
-    """Return KL to dense under each mask; the document and its questions are read once."""
+    config: RunConfig, backbone: Backbone, batch: Batch, masks: Mapping[str, Tensor | Precision],
+    mean_keys: Tensor | None,
+) -> dict[str, float]:  # fmt: skip
+    """Return KL to dense under each mask, `keep` or a layout; the document and its questions are read once."""
     model, pruning = backbone.model, config.pruning
     prefix, question, full = read(model, batch, config.trainer.prefill_kernel, mean_keys)
     head, found = Head.of(model), {}
     for name, keep in masks.items():
-        pruned = student(
-            model, prefix, question, batch.answers.ids, batch.answers.lengths, keep.to(model.device, torch.float32),
+        form, scores = (student, keep) if isinstance(keep, Tensor) else (stored_student, widths_of(keep))
+        pruned = form(
+            model, prefix, question, batch.answers.ids, batch.answers.lengths, scores.to(model.device, torch.float32),
             sink=pruning.sink, window=pruning.window, empty_heads="drop",
         )  # fmt: skip
         found[name] = float(kl_loss(head, full, pruned, batch.answers.lengths))

@@ -182,13 +182,17 @@ def student(
     Returns hidden states [R, N, hidden] after the final norm. Those past a length mean nothing; leave them out of the
     loss.
     """
-    lengths, starts = checked_lengths(lengths, answer_ids), question.starts + question.lengths
-    positions, k_positions = _positions(starts, lengths, answer_ids)
+    positions, k_positions = answer_positions(question, answer_ids, lengths)
     state = ScaledPass(prefix, question, positions, k_positions, alpha, sink, window, empty_heads)
     hidden = run_decoder(model, answer_ids, to_device(positions, answer_ids.device), state)
     if alpha.requires_grad and not hidden.requires_grad:  # no row had a middle: the gradient is zero, not an error
         hidden = hidden + 0.0 * alpha.sum()
     return hidden
+
+
+def answer_positions(question: Branch, ids: Tensor, lengths: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the answers' rows and keys, `_positions`; ids: [R, N], lengths: [R]."""
+    return _positions(question.starts + question.lengths, checked_lengths(lengths, ids), ids)
 
 
 def _starts(prefix: Prefix, ids: Tensor) -> Tensor:
@@ -310,11 +314,16 @@ class ScaledPass:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Eq. 1 for this layer's rows, [R, Hq, n, D]."""
+        keys, values = self.parts(layer, k, v)
+        return fused_attention(
+            q, keys, values, self.plan, scale, self.alpha[layer], self.empty_heads, ranks=self.prefix.ranks
+        )
+
+    def parts(self, layer: int, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of the three parts, [B, H, T, D] each; k, v: [R, H, n, D], those of the answers."""
         documents = len(self.prefix.lengths)
         if self.prefix.mean_keys is not None:
             k = k - self.prefix.mean_keys[layer, :, None]
         keys = [self.prefix.keys[layer], *(side_by_side(x, documents) for x in (self.question.keys[layer], k))]
         values = [self.prefix.values[layer], *(side_by_side(x, documents) for x in (self.question.values[layer], v))]
-        return fused_attention(
-            q, keys, values, self.plan, scale, self.alpha[layer], self.empty_heads, ranks=self.prefix.ranks
-        )
+        return keys, values

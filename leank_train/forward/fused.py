@@ -49,7 +49,7 @@ def fused_attention(
     """Softmax attention over the pieces of a plan, Eq. 1 where alpha is given.
 
     q: [R, Hq, n, D].
-    keys, values: [B, H, T, D] per part of the plan; T differs between parts.
+    keys, values: [B, H, T, D] per part of the plan; T differs between parts. The flash kernel needs equal D of both.
     plan: which ranges of the parts the rows read, and with which query.
     scale: factor of the logits.
     alpha: [H, D], scales the queries of scaled pieces.
@@ -78,7 +78,7 @@ def fused_attention(
     limit = limit or SCORES_AT_ONCE["cuda" if q.is_cuda else "cpu"]
     layout = plan.layout(max(64, limit // max(1, dense.shape[:3].numel())), flash_from, ranks is not None)
     out = _Fused.apply(dense, factor, empty, scale, layout, ranks, M * n, len(keys), *keys, *values)
-    return out.reshape(B, H, G, M, n, D).permute(0, 3, 1, 2, 4, 5).reshape(R, Hq, n, D)
+    return out.reshape(B, H, G, M, n, -1).permute(0, 3, 1, 2, 4, 5).reshape(R, Hq, n, -1)
 
 
 def exp_(logits: Tensor) -> Tensor:

@@ -1,0 +1,144 @@
+"""Gives out bits under a budget of bytes: which width every block of K channels, and every head's V, is worth.
+
+The loss of a layout is taken as a sum: over channels of K, each at its width, over heads of V at theirs, and over heads
+that drop their middle. Of a sum like that, the best layouts for all budgets lie on one line of moves: a move makes one
+block or one V wider, and the moves are made in the order of their gain, loss per byte. Only widths on the lower convex
+hull of losses over bytes are ever taken. A head begins empty. Its first move takes as many of its blocks and of its V's
+widths as have the highest gain together, because V is paid for as soon as one block is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from leank.precision import GROUP, KEY_BITS, ROOM, VALUE_BITS, WHOLE, Precision, value_group
+
+
+class Move(NamedTuple):
+    """A step to a larger width: loss saved per bit, bits of a token that it costs, what becomes wider, and its width.
+
+    unit: number of the block in its head, or -1 for V.
+    """
+
+    gain: float
+    cost: float
+    unit: int
+    width: int
+
+
+def key_costs() -> Tensor:
+    """Bits of a token's number in a channel of K at each of `KEY_BITS`, scales counted, float64."""
+    return torch.tensor([bits + 32 / GROUP * (0 < bits < WHOLE) for bits in KEY_BITS], dtype=torch.float64)
+
+
+def value_costs(head_dim: int) -> Tensor:
+    """Bits of a token's V in one head at each of `VALUE_BITS`, scales counted, float64."""
+    costs = [bits + 32 / value_group(head_dim) * (bits < WHOLE) for bits in VALUE_BITS]
+    return head_dim * torch.tensor(costs, dtype=torch.float64)
+
+
+def allocate(
+    keys: Tensor, values: Tensor, empty: Tensor, budgets: Sequence[float], align: int = ROOM
+) -> list[Precision]:
+    """Return the layout of the smallest loss for each budget; a larger budget never makes a width smaller.
+
+    A layout spends its budget but for less than the next move costs; at the budgets where a move ends, no layout of
+    these blocks has a smaller loss, unless some head's V gains more than all of its keys. The blocks
+    of a head hold channels whose losses are alike: its channels are sorted by their losses, each width's over the mean
+    of its head, summed over the widths.
+
+    keys: loss of each channel at each of `KEY_BITS`, [L, H, D, 6].
+    values: loss of each head's V at each of `VALUE_BITS`, [L, H, 5].
+    empty: loss of each head if it drops its middle, [L, H].
+    budgets: shares of dense's bytes (`Precision.middle_bytes`), above 0.
+    align: channels of a block, a multiple of `ROOM` that divides head_dim, so that no band has room to spare.
+
+    Raises ValueError for an align that does not fit, losses that are not finite, or a budget that keeps no head.
+    """
+    layers, heads, dim = keys.shape[:3]
+    check_align(dim, align)
+    if not all(torch.isfinite(losses).all() for losses in (keys, values, empty)):
+        raise ValueError("the losses of widths hold NaN or infinite numbers; calibrate again")
+    keys, values, empty = (losses.detach().double().cpu().flatten(0, 1) for losses in (keys, values, empty))
+    alike = (keys / keys.mean(1, keepdim=True).clamp(min=1e-300)).sum(-1)  # [L H, D]
+    order = alike.argsort(dim=-1, descending=True, stable=True)
+    blocks = keys.gather(1, order[..., None].expand_as(keys)).unflatten(1, (-1, align)).sum(2)  # [L H, D / align, 6]
+    found = [_of_head(*losses, align, dim) for losses in zip(blocks, values, empty.tolist(), strict=True)]
+    # sorting is stable, and the gains of a head fall: its moves stay in order
+    whole = [(gain, cost, head, count) for head, (_, steps) in enumerate(found) for gain, cost, count in steps]
+    whole.sort(key=lambda step: -step[0])
+    spent = list(accumulate(cost for _, cost, _, _ in whole))
+    layouts = []
+    for budget in budgets:
+        most = budget * layers * heads * 2 * dim * WHOLE * (1 + 1e-12)
+        counts = dict.fromkeys(range(layers * heads), 0)
+        counts |= {head: count for (_, _, head, count), bits in zip(whole, spent, strict=True) if bits <= most}
+        if not any(counts.values()):
+            raise ValueError(f"budget={budget} keeps no head's middle; raise it")
+        key_bits = torch.zeros(layers * heads, dim, dtype=torch.uint8)
+        value_bits = torch.full((layers * heads,), VALUE_BITS[0], dtype=torch.uint8)
+        for head, count in counts.items():
+            for move in found[head][0][:count]:
+                if move.unit < 0:
+                    value_bits[head] = VALUE_BITS[move.width]
+                else:
+                    key_bits[head, order[head, move.unit * align : (move.unit + 1) * align]] = KEY_BITS[move.width]
+        layouts.append(Precision(key_bits.view(layers, heads, dim), value_bits.view(layers, heads)))
+    return layouts
+
+
+def check_align(head_dim: int, align: int) -> None:
+    """Raise ValueError for an align of blocks for which bytes are not what widths cost."""
+    if align < 1 or align % ROOM or head_dim % align:
+        raise ValueError(
+            f"align={align} does not fit a layout of bits for head_dim={head_dim}: give a multiple of {ROOM}, for "
+            "which a cache has room, that divides it"
+        )
+
+
+def hull(costs: Sequence[float], losses: Sequence[float]) -> list[int]:
+    """Return the points of the lower convex hull of losses over rising costs, from the first to the smallest loss."""
+
+    def gain(a: int, b: int) -> float:
+        return (losses[a] - losses[b]) / (costs[b] - costs[a])
+
+    found = [0]
+    for i in range(1, len(costs)):
+        if losses[i] < losses[found[-1]]:
+            while len(found) > 1 and gain(found[-2], found[-1]) <= gain(found[-1], i):
+                found.pop()
+            found.append(i)
+    return found
+
+
+def _of_head(
+    blocks: Tensor, values: Tensor, empty: float, align: int, dim: int
+) -> tuple[list[Move], list[tuple[float, float, int]]]:
+    """Return the moves of a head by gain, and the steps of its hull: gain, bits, and how many moves are made by then.
+
+    blocks: [D / align, 6], values: [5], losses at each width; empty: loss without the middle.
+    """
+    of_keys, of_values = (align * key_costs()).tolist(), value_costs(dim).tolist()
+    moves = []
+    for unit, losses in [*enumerate(blocks.tolist()), (-1, values.tolist())]:
+        costs = of_values if unit < 0 else of_keys
+        for a, b in pairwise(hull(costs, losses)):
+            cost = costs[b] - costs[a]
+            moves.append(Move((losses[a] - losses[b]) / cost, cost, unit, b))
+    moves.sort(key=lambda move: -move.gain)
+    first = next((i for i, move in enumerate(moves) if move.unit >= 0), len(moves))
+    moves = [*moves[first : first + 1], *moves[:first], *moves[first + 1 :]]  # without a block, V would be dropped
+    costs, losses, counts = [0.0], [empty], [0]
+    cost, loss = of_values[0], float(blocks[:, 0].sum() + values[0])
+    for count, move in enumerate(moves if first < len(moves) else [], 1):
+        cost, loss = cost + move.cost, loss - move.gain * move.cost
+        costs, losses, counts = [*costs, cost], [*losses, loss], [*counts, count]
+    steps = []
+    for a, b in pairwise(hull(costs, losses)):
+        steps.append(((losses[a] - losses[b]) / (costs[b] - costs[a]), costs[b] - costs[a], counts[b]))
+    return moves, steps

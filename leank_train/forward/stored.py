@@ -1,0 +1,140 @@
+"""The student of a layout of bits: answer rows read the middle as a cache stores it, in few bits.
+
+A number x of the middle counts as Q(x) = x + e, where e is what rounding to its width's levels leaves (KIVI's scale and
+zero point, `leank.eval.cache.storage.quantised`). Widths may be real numbers, so that they can be learned: between two
+widths b < w of the grid, e is that of b, times (2^b - 1) / (2^w - 1), by which the step of the levels is smaller. Below
+the smallest width, a key's channel fades: Eq. 1 scales it by alpha = w / 2, to its mean where `Prefix.center_` has
+subtracted one. A head whose V is below the smallest width fades as a whole: its middle's weights before the softmax are
+multiplied by w / 2, and at 0 it has no middle, as an empty head.
+
+So at widths of the grid the student is what a cache does, and each width has a gradient. Nothing is drawn at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from leank.precision import GROUP, KEY_BITS, VALUE_BITS, WHOLE, Precision, value_group
+from leank_train.forward.branching import Branch, Prefix, ScaledPass, answer_positions
+from leank_train.forward.fused import fused_attention
+from leank_train.forward.hook import run_decoder
+from leank_train.forward.plan import Plan, to_device
+
+LEAST = VALUE_BITS[0]  # the smallest width that is stored
+CLOSED = 1e-3  # of the middle's weight: what a head whose V has width 0 still sees in training
+SPARE = 8  # channels beside a head's own, of which one has the logarithm of the middle's weight; 8 keep lines aligned
+NO_FLASH = 2**62  # keys; the flash kernel takes no more channels in K than in V
+
+
+def rounded(x: Tensor, bits: Tensor, group: int) -> Tensor:
+    """Return x as a cache gives it back, in its own type; the cells lie along the last axis but one.
+
+    x: [..., A, N]; the last cell may be short.
+    bits: of a number, like x but 1 along A; WHOLE leaves x as it is.
+    group: numbers of a cell, which share a scale and a zero point of x's type.
+    """
+    length = x.shape[-2]
+    short = -length % group
+    cells = torch.cat([x, x[..., -1:, :].expand(*x.shape[:-2], short, -1)], -2) if short else x
+    cells = cells.unflatten(-2, (-1, group))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    low, high = (end.to(wide) for end in torch.aminmax(cells, dim=-2, keepdim=True))
+    top = (2.0 ** bits.to(wide) - 1).unsqueeze(-2)
+    scale = ((high - low) / top).to(x.dtype).to(wide)
+    codes = ((cells.to(wide) - low) / torch.where(scale == 0, 1, scale)).round().minimum(top)
+    found = (codes * scale + low).to(x.dtype).flatten(-3, -2)[..., :length, :]
+    return torch.where(bits == WHOLE, x, found)
+
+
+def stored(x: Tensor, widths: Tensor, group: int) -> Tensor:
+    """Return x at real widths, with a gradient in them; x and group as in `rounded`, widths like its bits."""
+    grid = torch.tensor(KEY_BITS[1:], device=x.device, dtype=widths.dtype)
+    below = grid[(torch.bucketize(widths.detach().contiguous(), grid, right=True) - 1).clamp(min=0)]
+    with torch.no_grad():
+        error = rounded(x, below, group) - x
+    shrunk = (2.0**below - 1) / (2.0 ** widths.clamp(min=LEAST) - 1)
+    return x + shrunk.to(x.dtype) * error
+
+
+class StoredPass(ScaledPass):
+    """Attention of answer rows over sink and window as they are, and over the middle at widths.
+
+    Parts 0 to 2 are those of `ScaledPass`, and parts 3 to 5 the same keys and values as they are stored. Cells of
+    documents begin behind the sink, as in a cache, those of questions and answers at their own first token. Padding
+    counts as the first key, so that it widens no cell.
+
+    widths: real [L, H, D + 1], of the channels of K, and of V.
+    """
+
+    def __init__(
+        self, prefix: Prefix, question: Branch, positions: Tensor, k_positions: Tensor, widths: Tensor, sink: int,
+        window: int, empty_heads: str,
+    ) -> None:  # fmt: skip
+        super().__init__(prefix, question, positions, k_positions, widths, sink, window, empty_heads)
+        self.sink, self.widths, documents = sink, self.alpha, len(prefix.lengths)
+        self.padding = [  # bool [B, 1, M, T, 1]; a document counts as one branch
+            to_device((at < 0).view(documents, 1, -1, at.shape[1], 1), prefix.device)
+            for at in (prefix.k_positions, question.k_positions, k_positions)
+        ]
+        self.used = {p.part for p in self.plan.pieces if p.scaled}
+        self.plan = Plan([replace(p, part=p.part + 3) if p.scaled else p for p in self.plan.pieces])
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attention of this layer's rows, [R, Hq, n, D]."""
+        keys, values = self.parts(layer, k, v)
+        of_keys, of_values = self.widths[layer][:, :-1], self.widths[layer][:, -1:]  # [H, D], [H, 1]
+        weight = 1 - (1 - CLOSED) * (1 - (of_values / LEAST).clamp(max=1))  # exactly 1 for a head that is stored
+        # the last spare channels are 0; the first one adds log(weight) to the logits of the middle
+        extra = F.pad(weight.log() / scale, (0, SPARE - 1))
+        alpha = torch.cat([(of_keys / LEAST).clamp(max=1), extra], -1)
+        whole, middle = [F.pad(x, (0, SPARE)) for x in keys], []
+        for part, (x, y) in enumerate(zip(keys, values, strict=True)):
+            if part in self.used:
+                x, y = self.middle(layer, part, x, y)
+            middle.append((F.pad(F.pad(x, (0, 1), value=1.0), (0, SPARE - 1)), y))
+        every = [*whole, *(x for x, _ in middle)], [*values, *(y for _, y in middle)]
+        q = F.pad(F.pad(q, (0, 1), value=1.0), (0, SPARE - 1))
+        return fused_attention(q, *every, self.plan, scale, alpha, self.empty_heads, flash_from=NO_FLASH)
+
+    def middle(self, layer: int, part: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a part as they are stored."""
+        first, widths = self.first(part), self.widths[layer][:, None]  # [H, 1, D + 1]
+        behind = stored(self.branches(part, k)[..., first:, :], widths[:, None, :, :-1], GROUP).flatten(2, 3)
+        v = stored(v.mT, widths[..., -1:], value_group(v.shape[-1])).mT
+        return (torch.cat([k[:, :, :first], behind], 2) if first else behind), v
+
+    def first(self, part: int) -> int:
+        """The token of each branch of a part at which its cells begin."""
+        return 0 if part else self.sink
+
+    def branches(self, part: int, k: Tensor) -> Tensor:
+        """The keys of a part, [B, H, M, T, D], with the first key of a branch in place of padding."""
+        apart = k.unflatten(2, self.padding[part].shape[2:4])
+        return torch.where(self.padding[part], apart[..., :1, :], apart)
+
+
+def stored_student(
+    model: PreTrainedModel, prefix: Prefix, question: Branch, answer_ids: Tensor, lengths: Sequence[int] | Tensor,
+    widths: Tensor, *, sink: int, window: int, empty_heads: str,
+) -> Tensor:  # fmt: skip
+    """Run the answer tokens over a middle at real widths, [L, H, D + 1]; the rest is as in `branching.student`.
+
+    Raises ValueError for documents that several processes share.
+    """
+    if prefix.ranks is not None:
+        raise ValueError("widths are learned where one process has whole documents; set trainer.sequence_parallel=1")
+    positions, k_positions = answer_positions(question, answer_ids, lengths)
+    state = StoredPass(prefix, question, positions, k_positions, widths, sink, window, empty_heads)
+    hidden = run_decoder(model, answer_ids, to_device(positions, answer_ids.device), state)
+    return hidden + 0.0 * widths.sum() if widths.requires_grad and not hidden.requires_grad else hidden
+
+
+def widths_of(precision: Precision) -> Tensor:
+    """Return the widths [L, H, D + 1] of a layout, uint8; a student with `empty_heads="drop"` is then as deployed."""
+    return torch.cat([precision.key_bits, precision.value_bits[..., None]], -1)
