@@ -72,7 +72,7 @@ WHOLE_BAND = Whole()
 
 BANDS = tuple(reversed(KEY_BITS[1:]))  # bits, the widest first
 LEAST_LINES = 32  # lines of codes that a product takes, a byte each; codes of 2 bits are two channels to a line
-MOST_FORMS = 6  # of heads, where V has not more widths: each takes some ten seconds to compile
+MOST_FORMS = 4  # of heads, where V has not more widths: each takes some ten seconds to compile
 PAGE_ROOM = 26_000  # bytes: with four such pages on its way, a program leaves a GPU's multiprocessor room for another
 Form = tuple[int, ...]  # room for channels of each band, in the order of BANDS, then the bits of V
 
@@ -181,24 +181,25 @@ def codecs(precision: Precision) -> list[Banded]:
 
 
 def forms(precision: Precision) -> tuple[Form, ...]:
-    """At most MOST_FORMS forms, or one for each width of V, that have room for every head.
+    """Forms that have room for every head, at most MOST_FORMS where V has no more widths.
 
-    Beginning with what each head needs, the two that together waste the least room are made one, of those that stay
-    below PAGE_ROOM if there are any: the largest form decides how much memory every program takes.
+    Beginning with what each head needs, two with the same V are made one, those first that waste the least room. That
+    ends at MOST_FORMS where every pair would exceed PAGE_ROOM: the largest form decides what memory a program takes.
     """
     bits, keep = precision.key_bits.flatten(0, 1).numpy(), precision.keep.flatten(0, 1).any(-1).numpy()
     heads = Counter(_needed(counts(bits[keep]), precision.value_bits.flatten().numpy()[keep].tolist()))
-    dim = bits.shape[-1]
-    while len(heads) > MOST_FORMS:
-        pairs = [(a, b) for a, b in combinations(sorted(heads), 2) if a[-1] == b[-1]]
-        if not pairs:
+
+    def room(form: Form) -> int:
+        return page_room(form, bits.shape[-1], 2)
+
+    def cost(pair: tuple[Form, Form]) -> tuple[bool, int]:
+        joint = room(_joint(pair))
+        return joint > PAGE_ROOM, sum(heads[one] * (joint - room(one)) for one in pair)
+
+    while pairs := [(a, b) for a, b in combinations(sorted(heads), 2) if a[-1] == b[-1]]:
+        pair = min(pairs, key=cost)
+        if room(_joint(pair)) > PAGE_ROOM and len(heads) <= MOST_FORMS:
             break
-
-        def waste(pair: tuple[Form, Form]) -> tuple[bool, int]:
-            joint = page_room(_joint(pair), dim, 2)
-            return joint > PAGE_ROOM, sum(heads[one] * (joint - page_room(one, dim, 2)) for one in pair)
-
-        pair = min(pairs, key=waste)
         number = sum(heads.pop(one) for one in pair)
         heads[_joint(pair)] += number
     return tuple(sorted(heads, key=sum))

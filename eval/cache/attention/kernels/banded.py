@@ -4,9 +4,8 @@ A band is a page of KIVI's codec, so codes become numbers as in `packed`, of whi
 every warp has a page of its own, reads one band of K after the other, adds their products to the page's logits, and
 then reads V. So a head takes as many bytes as its layout says, and its pages are read once.
 
-`read` is compiled for a few forms of heads (`storage.banded.forms`), each a loop of its own without branches, in which
-Triton asks for the next pages while it multiplies. Channels for which a form has room and a head has none are masked:
-they cost products, and no bytes.
+`read` is compiled for a few forms of heads (`storage.banded.forms`), each a loop of its own, in which Triton asks for
+the next pages while it multiplies. A loop takes a plane's lines in pieces, and leaves out those that a head lacks.
 
 Names as in eval.cache.attention.kernels.packed. A *line* of a plane is a byte for every 64 tokens, or 32 below 8 bits.
 """
@@ -97,32 +96,15 @@ def parts_of(bits):
 
 
 @triton.constexpr_function
+def piece_of(bits):
+    """Lines of a piece: what a product sums at least, of a plane or of a band in 16 bits."""
+    return 16 if bits == 16 else banded.LEAST_LINES
+
+
+@triton.constexpr_function
 def pieces_of(room, bits):
-    """Lines of a plane of `bits` for so many channels, in powers of two: a product takes at least LEAST_LINES."""
-    least = 16 if bits == 16 else banded.LEAST_LINES
-    left, pieces = -(-room // (4 // bits if bits < 4 else 1) // least) * least, []
-    while left:
-        pieces.append(1 << left.bit_length() - 1)
-        left -= pieces[-1]
-    return pieces
-
-
-@triton.constexpr_function
-def number_of_pieces(room, bits):
-    """How many pieces a plane's lines are read in."""
-    return len(pieces_of(room, bits))
-
-
-@triton.constexpr_function
-def piece_of(room, bits, piece):
-    """Lines of a piece."""
-    return pieces_of(room, bits)[piece]
-
-
-@triton.constexpr_function
-def first_of(room, bits, piece):
-    """The first line of a piece."""
-    return sum(pieces_of(room, bits)[:piece])
+    """Pieces of a plane of `bits` for so many channels."""
+    return -(-room // (parts_of(bits) * piece_of(bits)))
 
 
 @triton.constexpr_function
@@ -138,12 +120,12 @@ def unit_of_form(dtype, ptx, value_bits):
 
 
 @triton.jit
-def _part(q_row, ok, index, n, lines, PART: tl.constexpr, FIRST: tl.constexpr, LINES: tl.constexpr, F: tl.constexpr):
-    """Queries [P, M, LINES] for the channels whose codes lie in part PART of a plane's bytes, from line FIRST on.
+def _part(q_row, ok, index, n, lines, row, PART: tl.constexpr, F: tl.constexpr):
+    """Queries [P, M, R] for the channels whose codes lie in part PART of a plane's lines `row` [R].
 
     index: the numbers of the band's n channels; lines: of the plane
     """
-    channel = PART * lines + (FIRST + tl.arange(0, LINES))
+    channel = PART * lines + row
     return _queries(q_row, ok, index, channel, tl.minimum((PART + 1) * lines, n), F.WARPS)
 
 
@@ -153,10 +135,10 @@ def _parts(q_row, ok, index, n, BITS: tl.constexpr, C: tl.constexpr, F: tl.const
     PARTS: tl.constexpr = parts_of(BITS)
     lots = (n + ROOM - 1) // ROOM
     found = tl.tuple([])
-    for j in tl.static_range(number_of_pieces(C, BITS)):
+    for j in tl.static_range(pieces_of(C, BITS)):
+        row = tl.arange(0, piece_of(BITS)) + j * piece_of(BITS)
         for i in tl.static_range(PARTS):
-            found += (_part(q_row, ok, index, n, lots * (ROOM // PARTS), i, first_of(C, BITS, j), piece_of(C, BITS, j),
-                            F),)
+            found += (_part(q_row, ok, index, n, lots * (ROOM // PARTS), row, i, F),)
     return found
 
 
@@ -177,18 +159,23 @@ def _plane(
     """
     PARTS: tl.constexpr = parts_of(BITS)
     lines = room // ROOM * (ROOM // PARTS)
-    for j in tl.static_range(number_of_pieces(C, BITS)):
-        row = first_of(C, BITS, j) + tl.arange(0, piece_of(C, BITS, j))
-        s, t = _lines(s, t, q, plane, cells, scales, start, left, lines, row, times, j * PARTS, BITS, ZERO, PTX)
+    for j in tl.static_range(pieces_of(C, BITS)):
+        s, t = _piece(s, t, q, plane, cells, scales, start, left, lines, times, j, BITS, ZERO, PTX)
     return s, t
 
 
 @triton.jit
-def _lines(
-    s, t, q, plane, cells, scales, start, left, lines, row, times,
-    FIRST: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, PTX: tl.constexpr,
+def _piece(
+    s, t, q, plane, cells, scales, start, left, lines, times,
+    J: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, PTX: tl.constexpr,
 ):
-    """Do what `_plane` does for the lines `row`, whose first queries are those of number FIRST."""
+    """Do what `_plane` does for piece J of its lines.
+
+    Everything is asked for before it is known whether the head has such lines, so that Triton asks ahead of time; of
+    what is not there, no byte is read, and nothing is computed.
+    """
+    FIRST: tl.constexpr = J * parts_of(BITS)  # of the queries
+    row = tl.arange(0, piece_of(BITS)) + J * piece_of(BITS)
     NUMBER: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth // 8
     there = (left > 0)[:, None] & (row < lines)[None, :]
     at = start[:, None, None] + (_tokens() * lines)[None, None, :] + row[None, :, None]
@@ -196,15 +183,17 @@ def _lines(
     later = codes
     if BITS == 8:
         later = tl.load(plane + at + HALF * lines, mask=there[:, :, None], other=0)
+    pairs = tl.tuple([])
     for i in tl.static_range(parts_of(BITS)):
         cell = (start // (2 * NUMBER))[:, None] + (i * lines + row)[None, :]
-        scale, zero = scale_and_zero(cells, scales, cell, there)
-        scale *= times
-        if not ZERO:
-            zero = tl.zeros_like(zero)
-        scale, zero = scale[:, :, None], zero[:, :, None]
-        s = tl.dot(q[FIRST + i], numbers(codes, scale, zero, i, BITS, PTX), s)
-        t = tl.dot(q[FIRST + i], numbers(later, scale, zero, 0 if BITS == 8 else 4 // BITS + i, BITS, PTX), t)
+        pairs += scale_and_zero(cells, scales, cell, there)
+    if lines > J * piece_of(BITS):
+        for i in tl.static_range(parts_of(BITS)):
+            scale, zero = (pairs[2 * i] * times)[:, :, None], pairs[2 * i + 1][:, :, None]
+            if not ZERO:
+                zero = tl.zeros_like(zero)
+            s = tl.dot(q[FIRST + i], numbers(codes, scale, zero, i, BITS, PTX), s)
+            t = tl.dot(q[FIRST + i], numbers(later, scale, zero, 0 if BITS == 8 else 4 // BITS + i, BITS, PTX), t)
     return s, t
 
 
@@ -236,12 +225,15 @@ def _whole(s, t, q, page, start, left, room, C: tl.constexpr):
 
     Returns s and t.
     """
-    for j in tl.static_range(number_of_pieces(C, 16)):
-        row = first_of(C, 16, j) + tl.arange(0, piece_of(C, 16, j))
+    for j in tl.static_range(pieces_of(C, 16)):
+        row = tl.arange(0, piece_of(16)) + j * piece_of(16)
         at = start[:, None, None] + (_tokens() * room)[None, None, :] + row[None, :, None]
         there = ((left > 0)[:, None] & (row < room)[None, :])[:, :, None]
-        s = tl.dot(q[j], tl.load(page + at, mask=there, other=0.0), s)
-        t = tl.dot(q[j], tl.load(page + at + HALF * room, mask=there, other=0.0), t)
+        first = tl.load(page + at, mask=there, other=0.0)
+        later = tl.load(page + at + HALF * room, mask=there, other=0.0)
+        if room > j * piece_of(16):
+            s = tl.dot(q[j], first, s)
+            t = tl.dot(q[j], later, t)
     return s, t
 
 
@@ -351,8 +343,8 @@ def _sums(
     k, v = tl.multiple_of(layer.codes + k_at, 16), tl.multiple_of(layer.codes + v_at, 16)
     token, number = _tokens(), tl.arange(0, WARPS)
     q16 = tl.tuple([])
-    for j in tl.static_range(number_of_pieces(K16, 16)):
-        row = first_of(K16, 16, j) + tl.arange(0, piece_of(K16, 16, j))
+    for j in tl.static_range(pieces_of(K16, 16)):
+        row = tl.arange(0, piece_of(16)) + j * piece_of(16)
         of_piece = _queries(q_row, ok, index, row, n[0], WARPS)
         if UNIT != 1.0:  # codes are as small
             of_piece *= tl.full([], UNIT, tl.float32).to(dtype)
