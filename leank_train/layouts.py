@@ -25,12 +25,12 @@ from leank.mask import ChannelMask
 from leank.precision import GROUP, KEY_BITS, WHOLE, value_group
 from leank.shape import architecture
 from leank_train.data import HELD_OUT, Batch, collate
-from leank_train.forward.branching import Branch, Prefix, answer_positions, student
+from leank_train.forward.branching import Branch, Prefix, answer_positions
+from leank_train.forward.fused import fused_attention
 from leank_train.forward.hook import run_decoder
-from leank_train.forward.plan import to_device
+from leank_train.forward.plan import Plan, to_device
 from leank_train.forward.stored import StoredPass, rounded, stored_student
 from leank_train.objective.distill import counted
-from leank_train.objective.kl import kl_loss
 from leank_train.run_folder import Run
 from leank_train.running.progress import Meter
 from leank_train.settings import RunConfig
@@ -38,7 +38,7 @@ from leank_train.stages import Stage1, read
 
 LEARNED = 4  # widths above 0 that are learned: the first of KEY_BITS; 16 bits are no better than 8 by any measure
 FINEST = KEY_BITS[LEARNED]
-DOCUMENTS, DROPPED, DRAWS = 16, 4, 4  # of the closed form: documents, those for dropped heads, labels drawn per answer
+DOCUMENTS, DRAWS = 16, 4  # of the closed form: documents, and labels drawn for each answer token
 
 
 class Losses(NamedTuple):
@@ -140,11 +140,21 @@ class CalibrationPass(StoredPass):
     """A student that reads the middle as it is, and keeps its keys and values as leaves of the gradient.
 
     leaves: (layer, part) -> K and V, [B, H, T, D].
+    outputs: of each layer its attention, [R, Hq, n, D], and what it would change by without the middle.
     """
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.leaves: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.outputs: list[tuple[Tensor, Tensor]] = []
+        self.plain = Plan([p for p in self.plan.pieces if not p.scaled])
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attention of this layer's rows."""
+        out = super().attend(layer, q, k, v, scale)
+        with torch.no_grad():
+            self.outputs.append((out, fused_attention(q, *self.parts(layer, k, v), self.plain, scale) - out))
+        return out
 
     def middle(self, layer: int, part: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a part as they are."""
@@ -155,10 +165,10 @@ class CalibrationPass(StoredPass):
 def closed_form(config: RunConfig, backbone: Backbone, means: Tensor | None) -> Losses:
     """Return the expected KL to dense, in nats an answer token, that each width costs by itself.
 
-    It is the KL's second order in an error e of keys or values: E[(g . e)^2] / 2, where g is the gradient of the log
-    probability of a label that is drawn from the model's own distribution, and e what rounding leaves. Rounding errors
-    of different tokens are taken as independent, so that the squares of g e are summed; what a pruned channel lacks is
-    not, so that the sum of g e is squared. What an empty head costs is measured: KL where it alone drops its middle.
+    It is the KL's second order in an error e of keys, values or a head's attention: E[(g . e)^2] / 2, where g is the
+    gradient of the log probability of a label that is drawn from the model's own distribution. Rounding errors of
+    different tokens are taken as independent, so that the squares of g e are summed. What a pruned channel lacks, and
+    what attention loses without the middle of a head, are not, so that the sum of g e is squared.
 
     Documents are those of the run's tasks, which no step trains on.
     """
@@ -166,26 +176,24 @@ def closed_form(config: RunConfig, backbone: Backbone, means: Tensor | None) -> 
     device = backbone.model.device
     keys = torch.zeros(layers, heads, dim, len(KEY_BITS), dtype=torch.float64, device=device)
     values = torch.zeros(layers, heads, len(KEY_BITS) - 1, dtype=torch.float64, device=device)
-    empty = torch.zeros(layers, heads, dtype=torch.float64)
+    empty = torch.zeros(layers, heads, dtype=torch.float64, device=device)
     generator = torch.Generator(device).manual_seed(config.seed)
     documents = config.mixture(backbone, per_length=config.data.documents)
     with Meter("closed form: what each width costs by itself", DOCUMENTS, "document") as meter:
         for i in range(DOCUMENTS):
             batch = collate(backbone, [documents[3 * HELD_OUT + i]]).to(device)
-            prefix, question, full = read(backbone.model, batch, config.trainer.prefill_kernel, means)
-            _second_order(config, backbone, batch, prefix, question, generator, keys, values)
-            if i < DROPPED:
-                empty += _dropped(config, backbone, batch, prefix, question, full)
+            prefix, question, _ = read(backbone.model, batch, config.trainer.prefill_kernel, means)
+            _second_order(config, backbone, batch, prefix, question, generator, Losses(keys, values, empty))
             meter.update()
-    return Losses(keys / DOCUMENTS, values / DOCUMENTS, empty / DROPPED)
+    return Losses(keys / DOCUMENTS, values / DOCUMENTS, empty / DOCUMENTS)
 
 
 def _second_order(
     config: RunConfig, backbone: Backbone, batch: Batch, prefix: Prefix, question: Branch, generator: torch.Generator,
-    keys: Tensor, values: Tensor,
+    losses: Losses,
 ) -> None:  # fmt: skip
-    """Add what the widths cost on one document to keys [L, H, D, 6] and values [L, H, 5]."""
-    model, pruning, answers = backbone.model, config.pruning, batch.answers
+    """Add what the widths cost on one document to the losses."""
+    model, pruning, answers, (keys, values, empty) = backbone.model, config.pruning, batch.answers, losses
     whole = torch.full((*keys.shape[:2], keys.shape[2] + 1), float(WHOLE), device=keys.device)
     positions, k_positions = answer_positions(question, answers.ids, answers.lengths)
     state = CalibrationPass(
@@ -195,10 +203,14 @@ def _second_order(
     rows = to_device(counted(answers.lengths, hidden.shape[1]).flatten().nonzero().squeeze(1), hidden.device)
     if not state.leaves:
         return
-    leaves, factor = [x for pair in state.leaves.values() for x in pair], 1 / (2 * len(rows) * DRAWS)
+    inputs = [x for pair in state.leaves.values() for x in pair] + [out for out, _ in state.outputs]
+    factor = 1 / (2 * len(rows) * DRAWS)
     for _ in range(DRAWS):
         pulled = _towards_labels(Head.of(model), hidden.detach().flatten(0, 1)[rows], generator)
-        found = torch.autograd.grad(hidden.flatten(0, 1)[rows], leaves, pulled.to(hidden.dtype), retain_graph=True)
+        found = torch.autograd.grad(hidden.flatten(0, 1)[rows], inputs, pulled.to(hidden.dtype), retain_graph=True)
+        for layer, (d_out, (_, change)) in enumerate(zip(found[-len(state.outputs) :], state.outputs, strict=True)):
+            of_branches = (d_out.double() * change).sum((2, 3)).unflatten(1, (empty.shape[1], -1)).sum(-1)  # [R, H]
+            empty[layer] += of_branches.square().sum(0) * factor
         for number, ((layer, part), (k, v)) in enumerate(state.leaves.items()):
             d_k, d_v = (x.double() for x in found[2 * number : 2 * number + 2])
             keys[layer, :, :, 0] += (d_k * k.detach()).sum(2).square().sum(0) * factor
@@ -222,24 +234,6 @@ def _towards_labels(head: Head, hidden: Tensor, generator: torch.Generator) -> T
         labels = torch.multinomial(-away, 1, generator=generator)
         found.append(head.pull_back(away.scatter_add_(1, labels, torch.ones_like(away[:, :1])), logits))
     return torch.cat(found)
-
-
-@torch.no_grad()
-def _dropped(
-    config: RunConfig, backbone: Backbone, batch: Batch, prefix: Prefix, question: Branch, full: Tensor
-) -> Tensor:
-    """Return KL to dense if one head alone drops its middle, for every head, [L, H]."""
-    pruning, answers, found = config.pruning, batch.answers, torch.zeros(backbone.shape[:2], dtype=torch.float64)
-    head, alpha = Head.of(backbone.model), torch.ones(tuple(backbone.shape), device=full.device)
-    for at in torch.ones_like(found).nonzero().tolist():
-        alpha[tuple(at)] = 0.0
-        scaled = student(
-            backbone.model, prefix, question, answers.ids, answers.lengths, alpha,
-            sink=pruning.sink, window=pruning.window, empty_heads="drop",
-        )  # fmt: skip
-        found[tuple(at)] = kl_loss(head, full, scaled, answers.lengths)
-        alpha[tuple(at)] = 1.0
-    return found
 
 
 def layouts(current: Run, backbone: Backbone, losses: Losses, means: Tensor | None) -> list[ChannelMask]:
