@@ -164,8 +164,9 @@ def banded_kernels(store: Store) -> CodecKernels:
 
     def config(tile_rows: int, few: bool) -> Config:
         # `banded.stages_of` says how many pages each form asks for ahead, so that all launches have one compiled kernel
-        # ptxas of CUDA 12.8 gives wide tiles 32 registers of a thread where it is not told
-        found = replace(WIDE_PACKED, registers=255) if tile_rows > 16 else replace((PACKED_FEW if few else PACKED)[4], stages=3)
+        found = replace((PACKED_FEW if few else PACKED)[4], stages=3)
+        if tile_rows > 16:  # of which ptxas of CUDA 12.8 gives a thread 32 registers if it is not told
+            found = replace(WIDE_PACKED, registers=255)
         return found if found.warps * max(pages, default=0) < SHARED else replace(found, warps=4)
 
     return CodecKernels(
