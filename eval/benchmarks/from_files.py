@@ -72,7 +72,7 @@ class Hub:
 
 
 def read(what: str, name: str, path: str | Path | None, hub: Hub) -> Iterator[Line]:
-    """The lines of NAME.jsonl, as bytes.
+    """The lines of NAME.jsonl, as bytes; of a .json that is one array, its elements.
 
     what: for messages, such as "LongBench trec". path: the file itself (also .gz), a zip that holds it, or a folder
     with either or with the hub's file; None asks the hub. Raises FileNotFoundError, saying which file to put where,
@@ -102,9 +102,30 @@ def read(what: str, name: str, path: str | Path | None, hub: Hub) -> Iterator[Li
         raise
     except (*UNREADABLE, zipfile.BadZipFile) as error:
         raise ValueError(f"{source} cannot be read: {error}; copy it again") from None
+    if source.suffix == ".json" and content.lstrip().startswith(b"["):  # an array of all samples
+        try:
+            return (Line(str(source), number, data) for number, data in enumerate(from_json(content), 1))
+        except ValueError as error:
+            raise ValueError(f"{source} cannot be read: it is no JSON ({error}); copy it again") from None
     # lines end at \n alone: JSON may hold any other line separator
     lines = content.removeprefix(codecs.BOM_UTF8).split(b"\n")
     return (Line(str(source), number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def from_hub(what: str, repo: str, name: str | None, split: str, cure: str) -> Iterator[Line]:
+    """The rows of a data set that the hub keeps in files of its own, by `datasets`.
+
+    what: for messages. name: its configuration. cure: ends the message, and says what to put where.
+    Raises FileNotFoundError without network.
+    """
+    try:
+        from datasets import load_dataset
+
+        found = load_dataset(repo, name, split=split)
+        yield from (Line(f"{repo}/{name}/{split}", number, dict(data)) for number, data in enumerate(found, 1))
+    except Exception as error:  # offline, blocked or moved: the way out is the same
+        said = f"{what}: no path= given and {repo} cannot be fetched from the hub ({str(error)[:200]})"
+        raise FileNotFoundError(f"{said}. {cure}") from error
 
 
 def checked(lines: Iterable[Line], schema: TypeAdapter[Any], same: Sequence[str] = ()) -> Iterator[Line]:

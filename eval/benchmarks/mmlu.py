@@ -24,7 +24,7 @@ from typing_extensions import TypedDict
 from leank.data_gen.amount import amount
 from leank.data_gen.reading import NotBlank, digest, read_text
 from leank.eval.benchmarks.base import benchmark
-from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, checked, read
+from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, checked, from_hub, read
 from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.scoring import metric
 from leank.typed import Count, Positive
@@ -37,6 +37,7 @@ LETHE = (
 INSTRUCTION = 'Reason step by step. End with a line "The answer is (X).", where X is A, B, C or D.'
 MAX_NEW_TOKENS = 32_768  # of reasoning; see eval.benchmarks.math500
 REPO = "cais/mmlu"
+CURE = "Unpack https://people.eecs.berkeley.edu/~hendrycks/data.tar and pass path=<its folder data>"
 
 
 class Question(TypedDict):
@@ -98,7 +99,7 @@ class Mmlu(FromFiles):
     def _split(self, subject: str, split: str) -> Iterator[Line]:
         """Yield the questions of a subject's split, "dev" or "test"."""
         if self.path is None:
-            return _from_hub(subject, split)
+            return from_hub(f"MMLU {subject}", REPO, subject, split, CURE)
         file = Path(self.path) / split / f"{subject}_{split}.csv"
         if file.is_file():
             return _from_csv(file)
@@ -150,19 +151,6 @@ def _from_csv(file: Path) -> Iterator[Line]:
     table = csv.reader(io.StringIO(read_text(file), newline=""))
     for row in filter(None, table):
         yield Line(str(file), table.line_num, {"question": row[0], "choices": row[1:-1], "answer": row[-1]})
-
-
-def _from_hub(subject: str, split: str) -> Iterator[Line]:
-    try:
-        from datasets import load_dataset
-
-        found = load_dataset(REPO, subject, split=split)
-        yield from (Line(f"{REPO}/{subject}/{split}", n, dict(data)) for n, data in enumerate(found, 1))
-    except Exception as error:  # offline, blocked or moved: the way out is the same
-        raise FileNotFoundError(
-            f"MMLU {subject}: no path= given and {REPO} cannot be fetched from the hub ({str(error)[:200]}). Unpack "
-            "https://people.eecs.berkeley.edu/~hendrycks/data.tar and pass path=<its folder data>"
-        ) from error
 
 
 @metric("mmlu")

@@ -18,3 +18,7 @@ MATH = {"problem": "What is $2+3$?", "answer": "5", "unique_id": "a/1", "subject
 SUM = asdict(realistic(2, 2, "crazy_zootopia", "normalforward", 0, 0))
 NAMES = {**asdict(symbolic(2, 0, 0)), "answer_list": list(symbolic(2, 0, 0).answer_list)}
 MMLU = {"split": "test", "subject": "anatomy", "question": "Which?", "choices": ["a", "b", "c", "d"], "answer": "B"}
+V2 = {"context": "A text.", "question": "Which?", **{f"choice_{letter}": letter.lower() for letter in "ABCD"},
+      "answer": "B", "difficulty": "easy", "length": "short", "domain": "Code", "_id": "x1"}  # fmt: skip
+BABI = {"input": "A tale. John took the milk. John went to the office.", "question": "Where is the milk? ",
+        "target": "office"}  # fmt: skip

@@ -217,7 +217,7 @@ def _joint(pair: tuple[Form, Form]) -> Form:
 
 def _needed(of_bands: np.ndarray, value_bits: Sequence[int]) -> list[Form]:
     """What each head needs at least, of channels of its bands [N, bands]."""
-    steps = np.array([ROOM, LEAST_LINES, LEAST_LINES, 2 * LEAST_LINES, 2 * LEAST_LINES])  # by LEAST_LINES
+    steps = np.array([ROOM, LEAST_LINES, LEAST_LINES, 4 * LEAST_LINES, 2 * LEAST_LINES])
     room = -(-of_bands // steps) * steps
     return [(*one, bits) for one, bits in zip(room.tolist(), value_bits, strict=True)]
 

@@ -12,14 +12,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leank.eval.benchmarks import from_files
+from leank.eval.benchmarks.babilong import BabiLong
 from leank.eval.benchmarks.gsm_infinite import GsmInfinite
 from leank.eval.benchmarks.infinitebench import InfiniteBench
 from leank.eval.benchmarks.longbench import LongBench
+from leank.eval.benchmarks.longbench_v2 import LongBenchV2
 from leank.eval.benchmarks.math500 import Math500
 from leank.eval.benchmarks.mmlu import Mmlu
 from leank.eval.benchmarks.scoring import score_row
 from leank.eval.inference.models import ModelConfig, load_config
-from tests.helpers.benchmark_lines import CHOICE, CONFIG, FIND, MATH, MMLU, NAMES, PASSKEY, QASPER, SUM, TREC
+from tests.helpers.benchmark_lines import (
+    BABI,
+    CHOICE,
+    CONFIG,
+    FIND,
+    MATH,
+    MMLU,
+    NAMES,
+    PASSKEY,
+    QASPER,
+    SUM,
+    TREC,
+    V2,
+)
 
 ALL_OPS = {"ops": None, "samples": None}
 
@@ -41,6 +56,9 @@ CASES = {
                  ("problem", "question", "op", "answer_list")),
     "mmlu": (lambda p: Mmlu(p, tasks=["anatomy"], shots=0), "mmlu.jsonl", MMLU,
              ("split", "subject", "question", "choices", "answer")),
+    "longbench_v2": (LongBenchV2, "longbench_v2.jsonl", V2, (*V2.keys() - {"domain", "_id"},)),
+    "babilong": (lambda p: BabiLong(p, tasks=["qa2"], lengths=["4k"]), "qa2_4k.jsonl", BABI,
+                 ("input", "question", "target")),
 }  # fmt: skip
 WRONG = ["", "  \n", [], {}, [None], [""], [[]], ["a", 5], {"a": 1}, True, 1.5, -1, None, "mat", 10**40, [["Ada"]]]
 # what is right although it stands here: one answer of math_find or MATH is any number or text, a text may be "mat"
@@ -51,6 +69,7 @@ RIGHT = {
     ("gsm", "op"): [10**40],
     ("symbolic", "op"): [10**40],
     ("mmlu", "subject"): ["mat"],  # another subject's line
+    **{("longbench_v2", f"choice_{letter}"): ["mat"] for letter in "ABCD"},
 }
 PROSE = {"context", "problem", "question"}
 

@@ -17,6 +17,7 @@ from leank.eval.report import write_report
 from leank.eval.rows.results import Results, read
 from leank.eval.run.build import build_job
 from tests import DATA
+from tests.helpers.benchmark_lines import BABI, V2
 from tests.helpers.composed import evaluation
 from tests.helpers.gsm_solver import solve
 
@@ -49,6 +50,9 @@ def data(tmp_path_factory):
     for task, (asked, answer, options, _) in INFINITEBENCH.items():
         row = {"id": 0, "context": FILLER, "input": asked, "answer": answer, "options": options}
         lines(folder / "ib" / f"{task}.jsonl", [row, {**row, "id": 1}])
+    (folder / "data.json").write_text(json.dumps([V2, {**V2, "_id": "x2", "length": "long"}]))
+    lines(folder / "qa1_0k.jsonl", [BABI])
+    lines(folder / "qa5_0k.jsonl", [{**BABI, "question": "What did John take?", "target": "milk"}])
     problem = {"problem": "What is $2+3$?", "answer": "5", "unique_id": "a/1", "level": 1}
     lines(folder / "test.jsonl", [problem, {**problem, "answer": "\\frac{1}{2}", "unique_id": "a/2"}])
     for split, count in (("dev", 5), ("test", 2)):
@@ -69,6 +73,8 @@ def data(tmp_path_factory):
 SETTINGS = {
     "niah": ("benchmark.lengths=[400,600]", "benchmark.depths=[0,50,100]", "benchmark.split=test"),
     "infinitebench": ("benchmark.path={data}/ib", "benchmark.samples=1", "benchmark.max_length=200"),
+    "longbench_v2": ("benchmark.path={data}", "benchmark.tasks=[easy,long]"),
+    "babilong": ("benchmark.path={data}", "benchmark.tasks=[qa1,qa5]", "benchmark.lengths=[0k]"),
     "math500": ("benchmark.path={data}",),
     "mmlu": ("benchmark.path={data}", "benchmark.samples=1", "benchmark.tasks=[anatomy,astronomy]"),
     "gsm_infinite": (

@@ -16,6 +16,7 @@ from tests.helpers.kernels import DEVICE, ON_GPU  # skips where Triton is not in
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
+from leank.eval.cache.attention.kernels.banded import joining, lowest_of  # isort: skip
 from leank.eval.cache.attention.kernels.packed import instructions, numbers, step_of, unit_of  # isort: skip
 from leank.eval.cache.attention.kernels.parts import merge  # isort: skip
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 interpreted = pytest.mark.skipif(ON_GPU, reason="the same on the device below")
 WORD, HALF, BYTE = 2**32 - 1, 2**16 - 1, 2**8 - 1
 OF_TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-PLACES = [(bits, place) for bits in (1, 2, 4, 8) for place in range(8 // bits)]
+PLACES = [(bits, place) for bits in (2, 4, 8) for place in range(8 // bits)]
 
 
 def bits_of(*numbers, dtype):
@@ -51,6 +52,8 @@ def run(ptx, given, dtype):
             held[to] = x[0]
         elif name == "and.b32":
             held[to] = x[0] & x[1]
+        elif name in ("or.b32", "shl.b32", "shr.b32"):
+            held[to] = {"or": x[0] | x[1], "shl": x[0] << x[1] & WORD, "shr": x[0] >> x[1]}[name[:-4]]
         elif name == "prmt.b32":
             both, chosen = x[0] | x[1] << 32, int(x[2])
             held[to] = sum((both >> 8 * (chosen >> 4 * i & 7) & BYTE) << 8 * i for i in range(4))
@@ -77,6 +80,24 @@ def test_the_instructions_give_every_code_exactly(bits, place, dtype):
     found = torch.cat([halves(held[name], dtype) for name in ("$0", "$1")], -1) / unit
     want = ((data >> place * bits & 2**bits - 1) - 128) * torch.tensor([1, 2, 4, 8])
     assert torch.equal(found, want.double())
+
+
+@pytest.mark.parametrize("dtype", OF_TRITON, ids=str)
+@pytest.mark.parametrize(("place", "bit"), [(place, bit) for place in range(4) for bit in range(8)])
+def test_the_instructions_join_every_code_of_three_bits_exactly(place, bit, dtype):
+    """Each byte of lower bits beside four of highest ones, and each of highest ones beside four of lower ones."""
+    kind = OF_TRITON[dtype]
+    unit, step = unit_of(kind, True), step_of(kind, lowest_of(place), 1)
+    every, some = torch.arange(256).view(64, 4), torch.tensor([0, 255, 90, 165]).expand(64, 4)
+    lower, top = torch.cat([every, some]), torch.cat([some, every])
+    shifts = torch.tensor([0, 8, 16, 24])
+    given = {"$2": (lower << shifts).sum(-1), "$3": (top << shifts).sum(-1)}
+    for first, pair in ((4, [unit / step * 2**i for i in range(4)]), (6, [-unit * 128 * 2**i for i in range(4)])):
+        given |= {f"${first + i}": bits_of(*pair[2 * i : 2 * i + 2], dtype=dtype) for i in range(2)}
+    held = run(joining(kind, place, bit), given, dtype)
+    found = torch.cat([halves(held[name], dtype) for name in ("$0", "$1")], -1) / unit
+    code = (lower >> 2 * place & 3) + (top >> bit & 1) * 4
+    assert torch.equal(found, ((code - 128) * torch.tensor([1, 2, 4, 8])).double())
 
 
 @triton.jit

@@ -28,8 +28,10 @@ from leank.eval.cache.attention.kernels.packed import (
     _scale,
     _together,
     _tokens,
+    finish,
     numbers,
     scale_and_zero,
+    step_of,
     unit_of,
 )
 from leank.eval.cache.storage import banded
@@ -91,8 +93,8 @@ def v_page_of(dtype, dim, page, bits):
 
 @triton.constexpr_function
 def parts_of(bits):
-    """How many channels share the bytes of a plane."""
-    return 4 // bits if bits < 4 else 1
+    """How many channels share the bytes of a plane; at 3 bits, of the plane of the highest bits."""
+    return {2: 2, 3: 4}.get(bits, 1)
 
 
 @triton.constexpr_function
@@ -103,7 +105,7 @@ def piece_of(bits):
 
 @triton.constexpr_function
 def pieces_of(room, bits):
-    """Pieces of a plane of `bits` for so many channels."""
+    """Pieces of a band of `bits` with so many channels."""
     return -(-room // (parts_of(bits) * piece_of(bits)))
 
 
@@ -119,6 +121,42 @@ def unit_of_form(dtype, ptx, value_bits):
     return 1.0 if value_bits == 16 else unit_of(dtype, ptx)
 
 
+@triton.constexpr_function
+def lowest_of(place):
+    """The lowest bit of a code of 3 bits, joined from a place of the lower ones, so that it fits into its byte."""
+    return min(2 * place, 4)
+
+
+@triton.constexpr_function
+def joining(dtype, place, bit):
+    """PTX as `packed.instructions` for codes of 3 bits: two in a place of four bytes, one in a bit of four others."""
+    first = lowest_of(place)
+    left = first + 2 - bit
+    move = f"shl.b32 t, $3, {left}" if left > 0 else f"shr.b32 t, $3, {-left}"
+    return f"""{{ .reg .b32 c, t, a, b, one, less;
+        shr.b32 c, $2, {2 * place - first}; and.b32 c, c, {(3 << first) * 0x01010101};
+        {move}; and.b32 t, t, {(4 << first) * 0x01010101}; or.b32 c, c, t;
+        {finish(dtype, first, 4)} }}"""
+
+
+@triton.jit
+def joined(codes, top, scale, zero, PLACE: tl.constexpr, BIT: tl.constexpr, PTX: tl.constexpr):
+    """Numbers of 3 bits as `packed.numbers`; codes: the lower two in place PLACE; top: the highest in bit BIT."""
+    dtype: tl.constexpr = scale.dtype
+    UNIT: tl.constexpr = unit_of(dtype, PTX)
+    if PTX:
+        if UNIT != 1.0:
+            scale *= tl.full([], UNIT / step_of(dtype, lowest_of(PLACE), 1), tl.float32).to(dtype)
+            zero *= tl.full([], UNIT, tl.float32).to(dtype)
+        x = tl.inline_asm_elementwise(
+            joining(dtype, PLACE, BIT), "=r,=r,r,r,r,r,r,r", [codes, top, scale, zero],
+            dtype=scale.dtype, is_pure=True, pack=4)
+    else:
+        code = ((codes >> (2 * PLACE)) & 3) | (((top >> BIT) & 1) << 2)
+        x = ((code.to(tl.float32) * scale.to(tl.float32) + zero.to(tl.float32)) * UNIT).to(dtype)
+    return x
+
+
 @triton.jit
 def _part(q_row, ok, index, n, lines, row, PART: tl.constexpr, F: tl.constexpr):
     """Queries [P, M, R] for the channels whose codes lie in part PART of a plane's lines `row` [R].
@@ -131,7 +169,7 @@ def _part(q_row, ok, index, n, lines, row, PART: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def _parts(q_row, ok, index, n, BITS: tl.constexpr, C: tl.constexpr, F: tl.constexpr):
-    """Queries for every piece of a plane of a band with up to C channels, and every part of its bytes."""
+    """Queries for every piece of a band with up to C channels, and every part of its bytes."""
     PARTS: tl.constexpr = parts_of(BITS)
     lots = (n + ROOM - 1) // ROOM
     found = tl.tuple([])
@@ -143,80 +181,68 @@ def _parts(q_row, ok, index, n, BITS: tl.constexpr, C: tl.constexpr, F: tl.const
 
 
 @triton.jit
-def _plane(
-    s, t, q, plane, cells, scales, start, left, room, times,
-    BITS: tl.constexpr, ZERO: tl.constexpr, C: tl.constexpr, F: tl.constexpr, PTX: tl.constexpr,
+def _band(
+    s, t, q, page, start, left, n, dtype: tl.constexpr,
+    BITS: tl.constexpr, C: tl.constexpr, F: tl.constexpr, PTX: tl.constexpr,
 ):
-    """Add the products of one plane of a band to the logits s and t of a page's halves, [P, M, HALF].
+    """Add the products of a band of n channels, at most C, to the logits s and t of a page's halves, [P, M, HALF].
 
     q: queries from `_parts`
-    plane: address of the first page's plane; start: [P], bytes to the page that each warp reads
-    cells, scales: see `packed.scale_and_zero`
+    page: address of the band in the first page; start: [P], bytes to the page that each warp reads
     left: [P], tokens from a page's first to the last one
-    room: channels for which the band has room
-    times: what a scale is multiplied by: the code's other bits lie in another plane. ZERO: whether the zero point, too,
-        is added here
+
+    Returns s, t and the bytes of the band.
     """
-    PARTS: tl.constexpr = parts_of(BITS)
-    lines = room // ROOM * (ROOM // PARTS)
+    lots = (n + ROOM - 1) // ROOM
+    size = lots * (ROOM * F.PAGE * BITS // 8)
+    cells = (page + size).to(tl.pointer_type(tl.int32), bitcast=True)
+    scales = (page + size).to(tl.pointer_type(dtype), bitcast=True)
     for j in tl.static_range(pieces_of(C, BITS)):
-        s, t = _piece(s, t, q, plane, cells, scales, start, left, lines, times, j, BITS, ZERO, PTX)
-    return s, t
+        s, t = _piece(s, t, q, page, cells, scales, start, left, lots * (ROOM // parts_of(BITS)), j, BITS, PTX)
+    return s, t, lots * (ROOM * channel_of(dtype, F.PAGE, BITS))
 
 
 @triton.jit
 def _piece(
-    s, t, q, plane, cells, scales, start, left, lines, times,
-    J: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, PTX: tl.constexpr,
+    s, t, q, page, cells, scales, start, left, lines, J: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr,
 ):
-    """Do what `_plane` does for piece J of its lines.
+    """Do what `_band` does for piece J of its lines; cells, scales: see `packed.scale_and_zero`.
 
     Everything is asked for before it is known whether the head has such lines, so that Triton asks ahead of time; of
-    what is not there, no byte is read, and nothing is computed.
+    what is not there, no byte is read, and nothing is computed. At 3 bits, a line of the highest bits belongs to two of
+    the lower ones.
     """
-    FIRST: tl.constexpr = J * parts_of(BITS)  # of the queries
-    row = tl.arange(0, piece_of(BITS)) + J * piece_of(BITS)
+    PARTS: tl.constexpr = parts_of(BITS)
     NUMBER: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth // 8
+    row = tl.arange(0, piece_of(BITS)) + J * piece_of(BITS)
     there = (left > 0)[:, None] & (row < lines)[None, :]
-    at = start[:, None, None] + (_tokens() * lines)[None, None, :] + row[None, :, None]
-    codes = tl.load(plane + at, mask=there[:, :, None], other=0)
-    later = codes
+    first = start[:, None, None] + row[None, :, None]
+    at = first + (_tokens() * (2 * lines if BITS == 3 else lines))[None, None, :]
+    codes = tl.load(page + at, mask=there[:, :, None], other=0)
+    later, top = codes, codes
     if BITS == 8:
-        later = tl.load(plane + at + HALF * lines, mask=there[:, :, None], other=0)
+        later = tl.load(page + at + HALF * lines, mask=there[:, :, None], other=0)
+    if BITS == 3:
+        later = tl.load(page + at + lines, mask=there[:, :, None], other=0)
+        top = tl.load(page + HALF * 2 * lines + first + (_tokens() * lines)[None, None, :], mask=there[:, :, None],
+                      other=0)
     pairs = tl.tuple([])
-    for i in tl.static_range(parts_of(BITS)):
+    for i in tl.static_range(PARTS):
         cell = (start // (2 * NUMBER))[:, None] + (i * lines + row)[None, :]
         pairs += scale_and_zero(cells, scales, cell, there)
     if lines > J * piece_of(BITS):
-        for i in tl.static_range(parts_of(BITS)):
-            scale, zero = (pairs[2 * i] * times)[:, :, None], pairs[2 * i + 1][:, :, None]
-            if not ZERO:
-                zero = tl.zeros_like(zero)
-            s = tl.dot(q[FIRST + i], numbers(codes, scale, zero, i, BITS, PTX), s)
-            t = tl.dot(q[FIRST + i], numbers(later, scale, zero, 0 if BITS == 8 else 4 // BITS + i, BITS, PTX), t)
+        for i in tl.static_range(PARTS):
+            scale, zero = pairs[2 * i][:, :, None], pairs[2 * i + 1][:, :, None]
+            if BITS == 3:
+                lower = codes if i % 2 == 0 else later
+                x = joined(lower, top, scale, zero, i // 2, i, PTX)
+                y = joined(lower, top, scale, zero, i // 2 + 2, i + 4, PTX)
+            else:
+                x = numbers(codes, scale, zero, i, BITS, PTX)
+                y = numbers(later, scale, zero, 0 if BITS == 8 else 4 // BITS + i, BITS, PTX)
+            s = tl.dot(q[J * PARTS + i], x, s)
+            t = tl.dot(q[J * PARTS + i], y, t)
     return s, t
-
-
-@triton.jit
-def _band(
-    s, t, q, top, page, start, left, n, dtype: tl.constexpr,
-    BITS: tl.constexpr, C: tl.constexpr, F: tl.constexpr, PTX: tl.constexpr,
-):
-    """Add a band's products to the logits. page: address of the band in the first page; q, top: queries by plane.
-
-    Returns s, t and the bytes of the band.
-    """
-    room = (n + ROOM - 1) // ROOM * ROOM
-    size = room * (F.PAGE * BITS // 8)
-    cells = (page + size).to(tl.pointer_type(tl.int32), bitcast=True)
-    scales = (page + size).to(tl.pointer_type(dtype), bitcast=True)
-    one = tl.full([], 1.0, dtype)
-    s, t = _plane(s, t, q, page, cells, scales, start, left, room, one, first_plane(BITS), True, C, F, PTX)
-    if BITS == 3:
-        four = tl.full([], 4.0, dtype)
-        s, t = _plane(s, t, top, page + room * (F.PAGE // 4), cells, scales, start, left, room, four, 1, False,
-                      C, F, PTX)
-    return s, t, room * channel_of(dtype, F.PAGE, BITS)
 
 
 @triton.jit
@@ -239,13 +265,10 @@ def _whole(s, t, q, page, start, left, room, C: tl.constexpr):
 
 @triton.jit
 def _values(
-    page, start, left, half, SLAB: tl.constexpr, dtype: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
-    PTX: tl.constexpr,
+    page, start, left, top, half: tl.constexpr, SLAB: tl.constexpr, dtype: tl.constexpr, F: tl.constexpr,
+    V: tl.constexpr, PTX: tl.constexpr,
 ):
-    """Values of a half of pages in slab SLAB, [P, D / 4, HALF]; at 3 bits, what their lower 2 bits make of them.
-
-    half: 0 or 1, a constant
-    """
+    """Values of a half of pages in slab SLAB, [P, D / 4, HALF]; top: bytes of the highest of 3 bits."""
     W: tl.constexpr = F.D // 4
     NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
     t = tl.arange(0, HALF)
@@ -261,7 +284,11 @@ def _values(
         at = (start + half * HALF)[:, None, None] + (line * F.PAGE)[None, :, None] + t[None, None, :]
         codes = tl.load(page + at, mask=there, other=0)
         scale, zero = _scales_of_values(page, start, left, half, SLAB, dtype, F, V)
-        found = numbers(codes, scale[:, None, :], zero[:, None, :], SLAB // LINES, BITS, PTX)
+        scale, zero = scale[:, None, :], zero[:, None, :]
+        if V == 3:
+            found = joined(codes, top, scale, zero, SLAB, half * 4 + SLAB, PTX)
+        else:
+            found = numbers(codes, scale, zero, SLAB // LINES, BITS, PTX)
     return found
 
 
@@ -280,29 +307,6 @@ def _scales_of_values(
 
 
 @triton.jit
-def _top_of_values(
-    codes, page, start, left, half: tl.constexpr, SLAB: tl.constexpr, dtype: tl.constexpr, F: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """What the highest of 3 bits adds to the values of a slab, [P, D / 4, HALF]; codes: the plane's bytes of a page."""
-    scale, zero = _scales_of_values(page, start, left, half, SLAB, dtype, F, 3)
-    scale *= tl.full([], 4.0, dtype)
-    return numbers(codes, scale[:, None, :], tl.zeros_like(zero)[:, None, :], half * 4 + SLAB, 1, PTX)
-
-
-@triton.jit
-def _weighed(
-    a, p, page, start, left, half: tl.constexpr, SLAB: tl.constexpr, top, dtype: tl.constexpr, F: tl.constexpr,
-    V: tl.constexpr, PTX: tl.constexpr,
-):
-    """The sum a [P, D / 4, N] of a slab with values times weights p [P, HALF, N] added."""
-    a = tl.dot(_values(page, start, left, half, SLAB, dtype, F, V, PTX), p, a)
-    if V == 3:
-        a = tl.dot(_top_of_values(top, page, start, left, half, SLAB, dtype, F, PTX), p, a)
-    return a
-
-
-@triton.jit
 def _add(
     a0, a1, a2, a3, p, page, start, left, half: tl.constexpr, dtype: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
     PTX: tl.constexpr,
@@ -314,10 +318,10 @@ def _add(
     if V == 3:
         at = (start + F.PAGE * F.D // 4)[:, None, None] + (tl.arange(0, W) * HALF)[None, :, None]
         top = tl.load(page + at + tl.arange(0, HALF)[None, None, :], mask=(left > 0)[:, None, None], other=0)
-    a0 = _weighed(a0, x, page, start, left, half, 0, top, dtype, F, V, PTX)
-    a1 = _weighed(a1, x, page, start, left, half, 1, top, dtype, F, V, PTX)
-    a2 = _weighed(a2, x, page, start, left, half, 2, top, dtype, F, V, PTX)
-    a3 = _weighed(a3, x, page, start, left, half, 3, top, dtype, F, V, PTX)
+    a0 = tl.dot(_values(page, start, left, top, half, 0, dtype, F, V, PTX), x, a0)
+    a1 = tl.dot(_values(page, start, left, top, half, 1, dtype, F, V, PTX), x, a1)
+    a2 = tl.dot(_values(page, start, left, top, half, 2, dtype, F, V, PTX), x, a2)
+    a3 = tl.dot(_values(page, start, left, top, half, 3, dtype, F, V, PTX), x, a3)
     return a0, a1, a2, a3
 
 
@@ -352,16 +356,13 @@ def _sums(
     room = (n[0] + ROOM - 1) // ROOM * ROOM
     k_page = room * (PAGE * NUMBER)
     index += n[0]
-    q, high = tl.tuple([]), tl.tuple([])  # of every band, and of the plane of the highest of 3 bits
+    q = tl.tuple([])
     for i in tl.static_range(1, BANDS):
-        of_band, of_high = 0, 0
+        of_band = 0
         if room_of(CODES, FORM, i) > 0:
-            of_band = _parts(q_row, ok, index, n[i], first_plane(bits_of(i)), room_of(CODES, FORM, i), F)
-            if bits_of(i) == 3:
-                of_high = _parts(q_row, ok, index, n[i], 1, room_of(CODES, FORM, i), F)
+            of_band = _parts(q_row, ok, index, n[i], bits_of(i), room_of(CODES, FORM, i), F)
             k_page += (n[i] + ROOM - 1) // ROOM * (ROOM * channel_of(dtype, PAGE, bits_of(i)))
         q += (of_band,)
-        high += (of_high,)
         index += n[i]
     scale *= 1.0 / UNIT
 
@@ -382,7 +383,7 @@ def _sums(
             page += tl.multiple_of(room * (PAGE * NUMBER), 16)
         for i in tl.static_range(1, BANDS):
             if room_of(CODES, FORM, i) > 0:
-                s, t, size = _band(s, t, q[i - 1], high[i - 1], page, start, left, n[i], dtype,
+                s, t, size = _band(s, t, q[i - 1], page, start, left, n[i], dtype,
                                    bits_of(i), room_of(CODES, FORM, i), F, PTX)
                 page += tl.multiple_of(size, 16)
         s, t = _masked(s, token, left, N), _masked(t, token, left - HALF, N)
@@ -444,7 +445,7 @@ def _put_keys(
     The plane of the lowest bits also writes the band's scales.
     """
     dtype: tl.constexpr = ring.dtype.element_ty
-    PARTS: tl.constexpr = parts_of(BITS)
+    PARTS: tl.constexpr = 4 // BITS if BITS < 4 else 1
     t = tl.arange(0, HALF)
     for first in range(0, lines, AT_ONCE):
         row = first + tl.arange(0, AT_ONCE)

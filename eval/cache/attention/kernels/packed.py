@@ -72,17 +72,24 @@ def instructions(dtype, bits, place):
     """
     first = place * bits  # the code's lowest bit
     keep = (2**bits - 1 << first) * 0x01010101
+    return f"""{{ .reg .b32 c, a, b, one, less;
+        and.b32 c, $2, {keep};
+        {finish(dtype, first, 3)} }}"""
+
+
+@triton.constexpr_function
+def finish(dtype, first, register):
+    """PTX for the rest of `instructions`: codes of c with the lowest bit `first`, scales from that register on."""
     upper, fma, exact = 0, "fma.rn.bf16x2", ""
     if str(dtype) == "fp16":
         one, less = 0x3C00 - (first << 10), 0xE400 - (first << 10)  # 2^-first and -1024 * 2^-first
         upper, fma = 0x64, "fma.rn.f16x2"
         exact = f"""mov.b32 one, {one * 0x10001}; mov.b32 less, {less * 0x10001};
         {fma} a, a, one, less; {fma} b, b, one, less;"""
-    return f"""{{ .reg .b32 c, a, b, one, less;
-        and.b32 c, $2, {keep};
-        prmt.b32 a, c, {upper}, 0x4140; prmt.b32 b, c, {upper}, 0x4342;
+    a, b, c, d = (f"${register + i}" for i in range(4))
+    return f"""prmt.b32 a, c, {upper}, 0x4140; prmt.b32 b, c, {upper}, 0x4342;
         {exact}
-        {fma} $0, a, $3, $5; {fma} $1, b, $4, $6; }}"""
+        {fma} $0, a, {a}, {c}; {fma} $1, b, {b}, {d};"""
 
 
 @triton.jit
