@@ -22,3 +22,6 @@ V2 = {"context": "A text.", "question": "Which?", **{f"choice_{letter}": letter.
       "answer": "B", "difficulty": "easy", "length": "short", "domain": "Code", "_id": "x1"}  # fmt: skip
 BABI = {"input": "A tale. John took the milk. John went to the office.", "question": "Where is the milk? ",
         "target": "office"}  # fmt: skip
+NEEDLE = {"id": "0001", "needle": "{CHAR} keeps a {1}.", "questions": {"onehop": "Who has a {2}?"}, "tests":
+          {"T1": {"input_args": ["trout", "fish"]}}, "character_set": ["Ada", "Bo", "Cy"], "system_prompt": "Be brief.",
+          "task_template": "Read:\n{haystack}\nQuestion: {question}"}  # fmt: skip
