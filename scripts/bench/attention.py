@@ -46,7 +46,7 @@ SIZES = Sizes(sink=128, window=1024, flush=64)
 # By share of K's dense bytes, scales counted: of blocks of 16 channels, how many have 0, 2, 3, 4, 8 and 16 bits, and of
 # heads, how many have V in 2, 3, 4 and 8 bits; about as layouts that were learned on SmolLM2 have them.
 LAYOUTS = {
-    0.25: ((0.05, 0.08, 0.45, 0.35, 0.07, 0.0), (0.18, 0.42, 0.38, 0.02)),
+    0.25: ((0.05, 0.08, 0.45, 0.35, 0.07, 0.0), (0.0, 0.5, 0.5, 0.0)),
     0.40: ((0.0, 0.0, 0.0, 0.5, 0.5, 0.0), (0.0, 0.0, 0.6, 0.4)),
 }
 PACKINGS = {16: None, 8: Packing(8), 4: Packing(4), 2: Packing(2)}  # by bits

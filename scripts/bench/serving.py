@@ -9,6 +9,7 @@
     python -m scripts.bench.serving same OUT stock         # the same without the mask
     python -m scripts.bench.serving same OUT               # the table of what OUT holds
     python -m scripts.bench.serving load http://127.0.0.1:8000 --requests 500
+    python -m scripts.bench.serving offline OUT --at-once 1 8 64 256 --lengths 2048 65536
 
 They run in an environment with vLLM (`make vllm-test` makes one), not in the one of the other benchmarks.
 
@@ -16,6 +17,10 @@ same  requests of mixed lengths arrive while others decode; replies are greedy, 
 load  streamed requests on a running `vllm.entrypoints.openai.api_server`, some of which are cancelled: none may be
       lost, no page may stay held. Prints how many ended by themselves, how many were cancelled, how long it took, and
       the share of pages held at the end
+offline
+      a load on an engine in this process, one row per bound on the requests under way (`--stock` = without the mask).
+      Requests arrive at random (Poisson), half of them behind a shared prefix, and some are cancelled. A fixed set of
+      prompts is asked before, during and after the load; a wrong reply is one that differs although the model was sure
 """
 
 from __future__ import annotations
@@ -28,7 +33,8 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +44,7 @@ from transformers import PreTrainedModel
 from leank import backbone
 from leank.eval.benchmarks.ruler import Ruler
 from leank.eval.cache import compressed_cache
+from leank.eval.serving import check
 from leank.mask import ChannelMask
 from leank.shipped import resolve
 
@@ -66,6 +73,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 AT_ONCE = 32  # requests under way at a time
 PATIENCE = 60  # seconds until the server has freed what cancelled requests held
+PROBES = 8  # prompts whose replies are compared before, during and after a load
+PREFIXES = 4  # shared prefixes, each half as long as the shortest prompt
+SURE = 0.5  # nats by which the best token leads the second; rounding changes no such token
 
 
 # same
@@ -93,7 +103,9 @@ def engine(mask: Path | None, **settings: Any) -> Any:
     additional = {"leank": {"mask": str(mask)}} if mask is not None else {}
     from vllm import LLM
 
-    common = {"model": str(REFERENCE), "dtype": "float32", "enforce_eager": True, "block_size": 32}
+    common: dict[str, Any] = {"model": str(REFERENCE), "dtype": "float32", "enforce_eager": True, "block_size": 32}
+    if mask is not None and torch.cuda.is_available():
+        common["attention_config"] = {"backend": "CUSTOM"}
     return LLM(additional_config=additional, **{**common, **settings})
 
 
@@ -126,9 +138,14 @@ def serve(llm: Any, prompts: Sequence[list[int]], tokens: Sequence[int], preempt
                 done[int(output.request_id.split("-")[0])] = Served(ids, logprobs, output.num_cached_tokens or 0)
         together = max(together, len(scheduler.running))
         preempted |= {(r.request_id, r.num_preemptions) for r in scheduler.requests.values() if r.num_preemptions}
-    pool = scheduler.kv_cache_manager.block_pool
-    held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-    return [done[i] for i in range(len(prompts))], {"preempted": len(preempted), "together": together, "held": held}
+    counts = {"preempted": len(preempted), "together": together, "held": pages_held(llm)}
+    return [done[i] for i in range(len(prompts))], counts
+
+
+def pages_held(llm: Any) -> int:
+    """How many pages of an engine belong to requests."""
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
 
 
 def requests(count: int, seed: int) -> tuple[list[list[int]], list[int]]:
@@ -245,23 +262,212 @@ async def load(url: str, count: int, seed: int) -> dict[str, object]:
     return {"requests": count, **Counter(ends), "seconds": round(seconds, 1), **held}
 
 
+# offline
+
+
+@dataclass(frozen=True)
+class Load:
+    """A load of requests.
+
+    count: of requests
+    at_once: how many may be under way
+    rate: requests that arrive in a second, 0 = all at once
+    shortest, longest: tokens of a prompt, whose logarithm is uniform
+    reply: most tokens of a reply
+    cancel: share of the requests that are cancelled at some token
+    """
+
+    count: int
+    at_once: int
+    rate: float
+    shortest: int
+    longest: int
+    reply: int
+    cancel: float = 0.2
+
+
+@dataclass
+class Asked:
+    """A request, and what has become of it.
+
+    prompt: token ids
+    tokens: of the whole reply
+    due: seconds after the start at which it arrives
+    leave: tokens of the reply after which it is cancelled, None = never
+    probe: whether its reply is compared
+    times: seconds after the start at which its tokens came
+    reply, logprobs: its tokens so far, and for a probe the two best tokens at each
+    cached: tokens of the prompt from the prefix cache
+    end: how it ended
+    """
+
+    prompt: list[int]
+    tokens: int
+    due: float = 0.0
+    leave: int | None = None
+    probe: bool = False
+    times: list[float] = field(default_factory=list)
+    reply: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Any]] = field(default_factory=list)
+    cached: int = 0
+    end: str = "lost"
+
+
+def drive(llm: Any, asked: Sequence[Asked], at_once: int) -> float:
+    """Send requests when they are due and step until all have ended; returns the seconds that took."""
+    from vllm import SamplingParams
+
+    core, begin, left = llm.llm_engine, time.monotonic(), sorted(range(len(asked)), key=lambda i: -asked[i].due)
+    open_: dict[str, Asked] = {}
+    while left or open_:
+        now = time.monotonic() - begin
+        while left and len(open_) < at_once and asked[left[-1]].due <= now:
+            one = asked[left[-1]]
+            top = 2 if one.probe else None
+            params = SamplingParams(
+                temperature=0, max_tokens=one.tokens, ignore_eos=True, logprobs=top, detokenize=False
+            )
+            core.add_request(str(left[-1]), {"prompt_token_ids": one.prompt}, params)
+            open_[str(left.pop())] = one
+        if not open_:
+            time.sleep(max(0.0, asked[left[-1]].due - now))
+            continue
+        outputs, now = core.step(), time.monotonic() - begin
+        for output in outputs:
+            one, reply = open_[output.request_id], output.outputs[0]
+            one.times += [now] * (len(reply.token_ids) - len(one.reply))
+            one.reply, one.logprobs, one.cached = (
+                list(reply.token_ids),
+                reply.logprobs or [],
+                output.num_cached_tokens or 0,
+            )
+            one.end = "finished" if output.finished else one.end
+        for name, one in list(open_.items()):
+            if one.end == "lost" and one.leave is not None and len(one.reply) >= one.leave:
+                core.abort_request([name])
+                one.end = "cancelled"
+            if one.end != "lost":
+                del open_[name]
+    return time.monotonic() - begin
+
+
+def drawn(load: Load, vocabulary: int, seed: int) -> tuple[list[Asked], list[list[int]]]:
+    """The requests of a load in the order of their arrival, and the prefixes that half of them share."""
+    draw, due = random.Random(seed), 0.0
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(10, vocabulary) for _ in range(count)]
+
+    prefixes = [ids(load.shortest // 2) for _ in range(PREFIXES)]
+    found = []
+    for _ in range(load.count):
+        due += draw.expovariate(load.rate) if load.rate else 0
+        length = round(load.shortest * (load.longest / load.shortest) ** draw.random())
+        prefix = draw.choice(prefixes) if draw.random() < 0.5 else []
+        tokens = draw.randint(2, load.reply)
+        leave = draw.randrange(tokens) if draw.random() < load.cancel else None
+        found.append(Asked(prefix + ids(length - len(prefix)), tokens, due, leave))
+    return found, prefixes
+
+
+def lead(best: dict[int, Any]) -> float:
+    """By how many nats the best token leads the second; best: logprobs by token."""
+    first, second = sorted((entry.logprob for entry in best.values()), reverse=True)[:2]
+    return first - second
+
+
+def departs(wanted: Asked, found: Asked) -> float | None:
+    """How sure the model was, in nats, of the first token that is another one in `found`; None = none is."""
+    tokens = zip(wanted.reply, found.reply, wanted.logprobs, strict=True)
+    return next((lead(best) for ours, theirs, best in tokens if ours != theirs), None)
+
+
+def under_load(llm: Any, load: Load, seed: int = 0) -> dict[str, Any]:
+    """Put a load on an engine; returns its row of the table, with times in seconds."""
+    scheduler, config = llm.llm_engine.engine_core.engine_core.scheduler, llm.llm_engine.vllm_config
+    asked, prefixes = drawn(load, config.model_config.get_vocab_size(), seed)
+
+    def probes() -> list[Asked]:
+        return [Asked(prompt, REPLY, probe=True) for prompt in requests(PROBES, 1)[0]]
+
+    before, during, after = probes(), probes(), probes()
+    drive(llm, before, 1)
+    drive(llm, [Asked(prefix, 1) for prefix in prefixes], 1)
+    for i, one in enumerate(during):
+        one.due = asked[i * load.count // PROBES].due
+    seconds = drive(llm, [*asked, *during], load.at_once)
+    drive(llm, after, 1)
+    splits = [departs(a, b) for found in (during, after) for a, b in zip(before, found, strict=True)]
+    first = [one.times[0] - one.due for one in asked if one.times]
+    between = [b - a for one in asked for a, b in pairwise(one.times)]
+    held = pages_held(llm)
+    scheduler.reset_prefix_cache()
+    return {
+        **vars(load), "tokens admitted": config.cache_config.kv_cache_size_tokens,
+        "seconds": round(seconds, 2), **Counter(one.end for one in [*asked, *during]),
+        "first token p50, p99": _percentiles(first), "between tokens p50, p99": _percentiles(between),
+        "reply tokens/s": round(sum(len(one.reply) for one in asked) / seconds, 1),
+        "prompt tokens/s": round(sum(len(one.prompt) for one in asked if one.times) / seconds, 1),
+        "share of prompts from the prefix cache": round(
+            sum(one.cached for one in asked) / sum(len(one.prompt) for one in asked), 4
+        ),
+        "pages held at the end": held, "replies compared": len(splits),
+        "other replies": sum(gap is not None for gap in splits),
+        "wrong replies": sum(gap is not None and gap > SURE for gap in splits),
+        "sure tokens": sum(lead(best) > SURE for one in before for best in one.logprobs),
+    }  # fmt: skip
+
+
+def _percentiles(values: list[float]) -> list[float]:
+    return [round(float(x), 4) for x in torch.tensor(values).quantile(torch.tensor([0.5, 0.99]))] if values else []
+
+
+def loaded(args: argparse.Namespace) -> None:
+    """Print a row for each bound on the requests under way, and write it to OUT."""
+    shortest, longest = args.lengths
+    settings = {
+        "model": args.model, "dtype": args.dtype, "block_size": args.block_size, "skip_tokenizer_init": True,
+        "max_model_len": max(longest, max(LENGTHS) + 512) + args.reply + REPLY, "max_num_seqs": max(args.at_once),
+        **json.loads(args.settings),
+    }  # fmt: skip
+    llm = engine(None if args.stock else args.mask, **settings)
+    if not args.stock:
+        check(llm)
+    for at_once in args.at_once:
+        load = Load(args.requests, at_once, args.rate, shortest, longest, args.reply, args.cancel)
+        row = json.dumps({"stock": args.stock, **under_load(llm, load, args.seed)})
+        (Path(args.where) / f"load_{'stock' if args.stock else 'mask'}_{at_once}.json").write_text(row)
+        print(row, flush=True)
+
+
 def main() -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["same", "load"])
-    parser.add_argument("where", metavar="OUT|URL", help="same: folder; load: of the server")
+    parser.add_argument("action", choices=["same", "load", "offline"])
+    parser.add_argument("where", metavar="OUT|URL", help="same, offline: folder; load: of the server")
     parser.add_argument("variant", nargs="?", choices=["cache", *VARIANTS], help="same")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--block-size", type=int, default=32, help="same")
-    parser.add_argument("--dtype", default="float32", help="same")
-    parser.add_argument("--mask", type=Path, default=MASK, help="same")
+    parser.add_argument("--block-size", type=int, default=32, help="same, offline")
+    parser.add_argument("--dtype", default="float32", help="same, offline")
+    parser.add_argument("--mask", type=Path, default=MASK, help="same, offline")
+    parser.add_argument("--model", default=str(REFERENCE), help="offline: a folder")
+    parser.add_argument("--stock", action="store_true", help="offline: without the mask")
+    parser.add_argument("--settings", default="{}", help="offline: more settings of vllm.LLM, as JSON")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[AT_ONCE], help="offline: requests under way")
+    parser.add_argument("--rate", type=float, default=4, help="offline: requests that arrive in a second")
+    parser.add_argument("--lengths", type=int, nargs=2, default=(512, 2048), help="offline: tokens of a prompt")
+    parser.add_argument("--reply", type=int, default=64, help="offline: most tokens of a reply")
+    parser.add_argument("--cancel", type=float, default=0.2, help="offline: share of requests")
     args = parser.parse_args()
     if args.action == "load":
         print(json.dumps(asyncio.run(load(args.where, args.requests, args.seed))))
         return
     out = Path(args.where)
     out.mkdir(parents=True, exist_ok=True)
+    if args.action == "offline":
+        loaded(args)
+        return
     if args.variant:
         (out / f"{args.variant}.json").write_text(json.dumps(measure(args)))
         return

@@ -204,3 +204,15 @@ def test_no_request_is_lost_and_no_page_stays_held(url):
     assert found["kv_cache_usage_perc"] == found["num_requests_running"] == found["num_requests_waiting"] == 0
     metrics = urlopen(f"{url}/metrics").read().decode()
     assert f'leank_block_bytes{{mask="{MASK.resolve()}"}}' in metrics
+
+
+def test_a_load_in_steps_leaves_no_page_held_and_no_wrong_reply(tmp_path):
+    python(
+        *("-m", "scripts.bench.serving", "offline", str(tmp_path), "--requests", "10", "--at-once", "4"),
+        *("--lengths", "256", "512", "--reply", "8", "--settings", json.dumps({"kv_cache_memory_bytes": 2**27})),
+    )
+    found = json.loads((tmp_path / "load_mask_4.json").read_text())
+    assert found["finished"] + found.get("cancelled", 0) == 10 + found["replies compared"] // 2
+    assert found["share of prompts from the prefix cache"] > 0
+    assert found["pages held at the end"] == found["wrong replies"] == 0
+    assert found["sure tokens"] > 0
