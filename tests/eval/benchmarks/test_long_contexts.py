@@ -1,20 +1,23 @@
-"""LongBench v2, BABILong, NoLiMa: their prompts and scores against the official code, and their files."""
+"""LongBench v2, BABILong, NoLiMa, HELMET: their prompts and scores against the official code, and their files."""
 
+import hashlib
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from leank.eval.benchmarks.babilong import BabiLong
 from leank.eval.benchmarks.from_files import checked
+from leank.eval.benchmarks.helmet import Helmet
 from leank.eval.benchmarks.longbench_v2 import LongBenchV2
 from leank.eval.benchmarks.nolima import RULES, NoLiMa
 from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.scoring import score_row
 from leank.eval.inference.models import ModelConfig, load_config
 from tests.helpers import parity
-from tests.helpers.benchmark_lines import BABI, CONFIG, NEEDLE, V2
+from tests.helpers.benchmark_lines import BABI, CONFIG, NEEDLE, V2, helmet_files
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +157,44 @@ def test_nolima_s_books_are_long_enough(tmp_path, tokenizer):
 def test_nolima_s_rules(reply, right):
     for rule in RULES:
         assert score_row(Row("onehop", "0", "c", "q", ["Ada"], 8, f"nolima_{rule}"), reply) == (rule in right)
+
+
+HELMET = parity.rows("helmet")
+
+
+@pytest.mark.parametrize("given", HELMET[1:], ids=parity.label)
+def test_helmet_is_the_official_one(given):
+    """Prompts with the examples that the official seeds draw, and scores."""
+    if "line" not in given:
+        row = Row(given["task"], "", "c", "q", given["answers"], 8, "helmet_answer")
+        score = score_row(
+            replace(row, metric="helmet_label") if given["task"].startswith("trec") else row, given["reply"]
+        )
+        assert score == given["score"]
+        return
+    kind = "train" if given["task"].startswith("trec") else "demos"
+    examples = {given["task"]: HELMET[0][kind]}
+    row = Helmet(_examples=examples).build(given["task"], given["line"])
+    if kind == "train":
+        assert hashlib.sha256(row.prompt.encode()).hexdigest() == given["sha256"], row.prompt[-120:]
+    else:
+        assert row.prompt == given["prompt"]
+        assert Helmet(_examples=examples, style="chat").build(given["task"], given["line"]).prompt == given["chat"]
+    assert row.answers in (given["answer"], [given["answer"]])
+
+
+def test_helmet_s_files(tmp_path, tokenizer):
+    with pytest.raises(FileNotFoundError, match=r"benchmark\.path=null: give the folder of HELMET's unpacked"):
+        Helmet().check(CONFIG, tokenizer, 0, None)
+    helmet_files(tmp_path)
+    Helmet(str(tmp_path), lengths=["8k"], tasks=["json_kv", "nq", "popqa", "trec_coarse"]).check(
+        CONFIG, tokenizer, 0, None
+    )
+    few = tmp_path / "kilt" / "nq-train-multikilt_1000_k3_dep6.jsonl"
+    few.write_text(few.read_text().split("\n")[0])
+    with pytest.raises(ValueError, match="line 1: it is no sample of nq_8k: there are 1 examples for nq_8k, and 2"):
+        Helmet(str(tmp_path), lengths=["8k"], tasks=["nq"]).check(CONFIG, tokenizer, 0, None)
+    test = tmp_path / "icl" / "trec_coarse_test.jsonl"
+    test.write_text(json.dumps({"text": "Who?", "label": 6}))
+    with pytest.raises(ValueError, match="label=6 is none of the 6 of trec_coarse"):
+        Helmet(str(tmp_path), lengths=["8k"], tasks=["trec_coarse"]).check(CONFIG, tokenizer, 0, None)

@@ -17,7 +17,7 @@ from leank.eval.report import write_report
 from leank.eval.rows.results import Results, read
 from leank.eval.run.build import build_job
 from tests import DATA
-from tests.helpers.benchmark_lines import BABI, NEEDLE, V2
+from tests.helpers.benchmark_lines import BABI, NEEDLE, V2, helmet_files
 from tests.helpers.composed import evaluation
 from tests.helpers.gsm_solver import solve
 
@@ -51,6 +51,7 @@ def data(tmp_path_factory):
         row = {"id": 0, "context": FILLER, "input": asked, "answer": answer, "options": options}
         lines(folder / "ib" / f"{task}.jsonl", [row, {**row, "id": 1}])
     (folder / "data.json").write_text(json.dumps([V2, {**V2, "_id": "x2", "length": "long"}]))
+    helmet_files(folder)
     (folder / "needle_set.json").write_text(json.dumps([NEEDLE]))
     (folder / "books").mkdir()
     (folder / "books" / "1.txt").write_text((FILLER + "\n") * 10)
@@ -81,6 +82,10 @@ SETTINGS = {
     "nolima": (
         *("benchmark.path={data}/needle_set.json", "benchmark.books={data}/books", "benchmark.lengths=[100,200]"),
         *("benchmark.depths=3", "benchmark.samples=2"),
+    ),
+    "helmet": (
+        *("benchmark.path={data}", "benchmark.tasks=[json_kv,nq,trec_coarse]", "benchmark.lengths=[8k]"),
+        "benchmark.samples=1",
     ),
     "math500": ("benchmark.path={data}",),
     "mmlu": ("benchmark.path={data}", "benchmark.samples=1", "benchmark.tasks=[anatomy,astronomy]"),
