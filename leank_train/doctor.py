@@ -79,7 +79,7 @@ def answers(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     shape = kv_shape(config)
     reason = why_not_shape(shape.head_dim, config.num_attention_heads // shape.kv_heads)
     yield "GPU kernel", "yes" if reason is None else f"no, plain PyTorch gives the same replies: {reason}"
-    yield "vLLM", "; ".join(_unserved(config)) or "yes, on one GPU or a CPU (docs/serving.md)"
+    yield "vLLM", "; ".join(_unserved(config)) or "yes, on one GPU or a CPU (leank-serve --help)"
 
 
 def _unserved(config: PreTrainedConfig) -> Iterator[str]:
@@ -167,7 +167,7 @@ def examine(name: str, lengths: Sequence[int], batches: Sequence[int]) -> str:
     if found["training"].startswith("yes") and positions(config) < 4 * (sink + window):
         lines.append(f"\n{positions(config):,} positions are too few to train with this sink and window.")
     elif found["training"].startswith("yes"):
-        lines += ["\nTry, train, and check (docs/own_model.md):", *(f"    {line}" for line in commands(name, config))]
+        lines += ["\nTry, train, and check:", *(f"    {line}" for line in commands(name, config))]
     return "\n".join(lines)
 
 

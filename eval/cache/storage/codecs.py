@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -143,6 +143,41 @@ class PageCodec(BandCodec):
         """Bytes of a page of K and of V; see `BandCodec.page_bytes`."""
         k, v = self.pages(head_dim, count, dtype)
         return np.asarray(sum(k)), np.full_like(count, sum(v))
+
+
+@dataclass(frozen=True)
+class OfHeads(BandCodec):
+    """One band in every head, whose codec is not the same for K and V, or not in all heads.
+
+    heads: the codecs of K and of V of each head, or one pair for all; none has groups of tokens
+    """
+
+    heads: tuple[tuple[PageCodec, PageCodec], ...]
+
+    def _of(self, head: int) -> tuple[PageCodec, PageCodec]:
+        return self.heads[head % len(self.heads)]
+
+    @property
+    def why_not_kernel(self) -> str | None:
+        """That of its first codec."""
+        return self.heads[0][0].why_not_kernel
+
+    def bands(self, head: int, channels: int) -> Sequence[tuple[PageCodec, int]]:
+        """One band of all channels that are kept."""
+        return [(self._of(head)[0], channels)]
+
+    def of_values(self, head: int) -> PageCodec:
+        """The codec of the head's V."""
+        return self._of(head)[1]
+
+    def page_bytes(self, head_dim: int, count: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of a page of K and of V; see `BandCodec.page_bytes`."""
+        k, v = np.empty_like(count), np.empty_like(count)
+        for head in range(count.shape[1]):
+            of_keys, of_values = self._of(head)
+            k[:, head] = of_keys.page_bytes(head_dim, count[:, head], dtype)[0]
+            v[:, head] = of_values.page_bytes(head_dim, count[:, head], dtype)[1]
+        return k, v
 
 
 class Plane(NamedTuple):

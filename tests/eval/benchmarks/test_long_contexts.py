@@ -44,6 +44,11 @@ def test_babilong_is_the_official_one(given):
         assert score_row(row, given["reply"]) == given["score"]
 
 
+def test_babilong_strips_its_context_as_officially():
+    row = BabiLong().build("qa1_4k", {**BABI, "input": " Mary went to the office.\n"})
+    assert "<context>\nMary went to the office.\n</context>" in row.prompt
+
+
 @pytest.mark.parametrize("array", [True, False])
 def test_longbench_v2_is_divided_as_its_table(array, tmp_path):
     data = [{**V2, "_id": str(i), "length": n} for i, n in enumerate(("short", "long", "short", "medium"))]
