@@ -10,7 +10,7 @@ import hashlib
 import math
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NotRequired
 
@@ -89,7 +89,7 @@ class IclLine(TypedDict):
     label: Annotated[int, Ge(0)]
 
 
-SCHEMAS = {"json_kv": TypeAdapter(KvLine), **dict.fromkeys(RAG, TypeAdapter(RagLine)),
+SCHEMAS: dict[str, TypeAdapter[Any]] = {"json_kv": TypeAdapter(KvLine), **dict.fromkeys(RAG, TypeAdapter(RagLine)),
            **dict.fromkeys(ICL, TypeAdapter(IclLine))}  # fmt: skip
 
 
@@ -145,8 +145,8 @@ class Helmet(FromFiles):
             shown = "".join(f"Key: {key}\nCorresponding value: {value}\n\n" for key, value in data["demos"][:SHOTS])
             context, question, answers = data["context"], f"{ASK_KV}{shown}Key: {data['question']}", [data["answer"]]
         elif name in ICL:
-            names, shown = self._labelled(task, data)
-            context = ASK_ICL + "\n\n".join(f"{one['text']}\nlabel: {names[one['label']]}" for one in shown)
+            names, examples = self._labelled(task, data)
+            context = ASK_ICL + "\n\n".join(f"{one['text']}\nlabel: {names[one['label']]}" for one in examples)
             question, answers = f"\n\n{data['text']}", [str(names[data["label"]])]
         else:
             context = ASK_RAG + self._shown(task, data) + passages(data)
@@ -164,12 +164,12 @@ class Helmet(FromFiles):
             preamble=({"role": "system", "content": SYSTEM},) if chat else (),
         )
 
-    def _shown(self, task: str, data: RagLine) -> str:
+    def _shown(self, task: str, data: Mapping[str, Any]) -> str:
         """The examples of RAG, which `datasets` shuffles by a seed of the question's own."""
         key = "id" if "id" in data else "question"
         examples = [one for one in self._examples[task] if not task.startswith("popqa") or one[key] != data[key]]
         order = np.random.default_rng(seed_of(str(data[key]))).permutation(len(examples))
-        distinct: dict[str | int, RagLine] = {}
+        distinct: dict[str | int, Any] = {}
         for at in order:
             distinct.setdefault(examples[at][key], examples[at])
         if len(distinct) < SHOTS:
@@ -217,7 +217,7 @@ def seed_of(text: str, limit: int | None = 2**31) -> int:
     return number if limit is None else number % limit
 
 
-def passages(data: RagLine) -> str:
+def passages(data: Mapping[str, Any]) -> str:
     """The passages of a question, each with its title."""
     return "\n\n".join(f"Document (Title: {one['title']}): {one['text']}" for one in data["ctxs"])
 

@@ -160,9 +160,9 @@ class NoLiMa(Benchmark):
         Raises ValueError for a book that is too short.
         """
         if book not in self._encoded:
-            ids = tokenizer(self._texts[book], add_special_tokens=False, verbose=False)["input_ids"]
-            ends = [at for at, token in enumerate(tokenizer.batch_decode([[i] for i in ids])) if "\n" in token]
-            self._encoded[book] = ids, np.array([0, *ends])
+            whole = tokenizer(self._texts[book], add_special_tokens=False, verbose=False)["input_ids"]
+            lines = [at for at, token in enumerate(tokenizer.batch_decode([[i] for i in whole])) if "\n" in token]
+            self._encoded[book] = whole, np.array([0, *lines])
         ids, ends = self._encoded[book]
         later = ends[ends / (length + 1) >= depth]
         start = int(later[0] - np.round(length * depth)) if len(later) else 0
