@@ -34,6 +34,11 @@ class RestSpec(SlidingWindowSpec):
     hits: bool
 
     @property
+    def num_retained_tokens(self) -> int:
+        """0: the runner of vLLM 0.33 else takes what lies so far behind the window as freed, the sink too."""
+        return 0
+
+    @property
     def pages(self) -> RestBlocks:
         """The arithmetic of a request's pages."""
         return RestBlocks(self.block_size, self.hit, self.sink, self.sliding_window - 1, self.every)
