@@ -24,7 +24,13 @@ from leank.eval.cache.storage.upload import upload
 Folds = tuple[tuple[int, int], ...]  # (axis, shift): of this axis, the second half lies `shift` bits above the first
 
 LOWER = {4: 0x0F, 2: 0x33, 1: 0x55}  # the bits of a byte that hold codes where others lie so many bits higher
-VECTOR_FOLDS: dict[int, Folds] = {8: (), 4: ((-1, 4),), 2: ((-1, 4), (-1, 2))}  # by bits, of whole vectors [64, d]
+PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # by bits of a code, those of its parts, the lowest first
+VECTOR_FOLDS: dict[int, Folds] = {  # by bits of a part, of whole vectors [64, d]
+    8: (),
+    4: ((-1, 4),),
+    2: ((-1, 4), (-1, 2)),
+    1: ((-1, 4), (-1, 2), (-1, 1)),
+}
 
 
 def fold(codes: Tensor, folds: Folds) -> Tensor:
@@ -40,6 +46,11 @@ def unfold(stored: Tensor, folds: Folds) -> Tensor:
     for axis, shift in reversed(folds):
         stored = torch.cat([stored & LOWER[shift], (stored >> shift) & LOWER[shift]], axis)
     return stored
+
+
+def vector_bytes(dim: Count, bits: int) -> Count:
+    """Bytes of a vector's codes: each part of a code, as in PLANES, fills whole bytes."""
+    return sum((-(-dim // (8 // part)) for part in PLANES[bits]), start=dim * 0)
 
 
 class Codec(ABC):
@@ -100,7 +111,7 @@ class PageCodec(BandCodec):
     A page is a plane of codes, in bytes, then a plane of numbers in the model's dtype. Here every vector of a token has
     codes in whole bytes and one number. A subclass whose pages lie otherwise says so in `pages`, `pack` and `unpack`.
 
-    bits: of a code, 2, 4 or 8
+    bits: of a code, 2, 3, 4 or 8
     """
 
     bits: int
@@ -119,17 +130,26 @@ class PageCodec(BandCodec):
 
     def pages(self, head_dim: int, channels: Count, dtype: torch.dtype) -> tuple[tuple[Count, Any], tuple[int, int]]:
         """For K, of which so many channels are kept, and for V: bytes of a page's codes, and of its numbers."""
-        per_byte, numbers = 8 // self.bits, PAGE * dtype.itemsize
-        return (-(-channels // per_byte) * PAGE, numbers), (-(-head_dim // per_byte) * PAGE, numbers)
+        numbers = PAGE * dtype.itemsize
+        return (vector_bytes(channels, self.bits) * PAGE, numbers), (vector_bytes(head_dim, self.bits) * PAGE, numbers)
 
     def pack(self, codes: Tensor, numbers: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
         """Planes [..., bytes] and [..., numbers] of whole pages, of their codes [..., 64, d] and numbers."""
-        codes = pad(codes, (0, -codes.shape[-1] % (8 // self.bits)))
-        return fold(codes, VECTOR_FOLDS[self.bits]).flatten(-2), numbers
+        planes, lower = [], 0
+        for bits in PLANES[self.bits]:
+            part = pad(codes >> lower & 2**bits - 1, (0, -codes.shape[-1] % (8 // bits)))
+            planes.append(fold(part, VECTOR_FOLDS[bits]))
+            lower += bits
+        return torch.cat(planes, -1).flatten(-2), numbers
 
     def unpack(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> tuple[Tensor, Tensor]:
         """Codes [..., 64, d] and numbers of the planes that `pack` made."""
-        return unfold(codes.unflatten(-1, (PAGE, -1)), VECTOR_FOLDS[self.bits])[..., :dim], numbers
+        parts, found, lower = PLANES[self.bits], torch.zeros((), dtype=torch.uint8, device=codes.device), 0
+        planes = codes.unflatten(-1, (PAGE, -1)).split([-(-dim // (8 // bits)) for bits in parts], -1)
+        for bits, plane in zip(parts, planes, strict=True):
+            found = found | unfold(plane, VECTOR_FOLDS[bits])[..., :dim] << lower
+            lower += bits
+        return found, numbers
 
     def bands(self, head: int, channels: int) -> Sequence[tuple[PageCodec, int]]:
         """One band of all channels that are kept."""

@@ -25,7 +25,7 @@ from leank.eval.methods import build_method
 from leank.eval.methods.base import Method
 from leank.eval.methods.bits.fp8 import FP8, Scaled
 from leank.eval.methods.bits.kivi import KIVI
-from leank.eval.methods.bits.turboquant import Rotation, centroids, rotation
+from leank.eval.methods.bits.turboquant import Even, Rotation, TurboQuant, centroids, rotation
 from leank.eval.methods.channels.leank import LeanK
 from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, SEEDS, OracleLayer, left_padded, random_keep, run, tiny_model
@@ -102,13 +102,17 @@ def test_where_the_codes_of_a_page_lie(bits):
             assert torch.equal(cells[:, n // 2, [n % 2, n % 2 + 2]], scales[:, n])
 
 
-def rotated(x, bits):
-    """Vectors x [n, d], coordinate by coordinate the nearest level in TurboQuant's basis; one coordinate is exact."""
+def rotated(x, bits, corrected=False):
+    """Vectors x [n, d], coordinate by coordinate the nearest level in TurboQuant's basis; one coordinate is exact.
+
+    corrected: whether they are then as long as x.
+    """
     if x.shape[1] == 1:
         return x
     basis, levels, norm = rotation(x.shape[1], 0), centroids(bits), x.norm(dim=1, keepdim=True)
     found = levels[((x @ basis * x.shape[1] ** 0.5 / norm)[..., None] - levels).abs().argmin(-1)]
-    return norm / x.shape[1] ** 0.5 * found @ basis.T
+    back = norm / x.shape[1] ** 0.5 * found @ basis.T
+    return back * norm / back.norm(dim=1, keepdim=True) if corrected else back
 
 
 def of_e4m3():
@@ -128,10 +132,16 @@ def in_fp8(x, scale):
 
 CODECS = st.one_of(
     st.builds(Packing, BITS, st.sampled_from([4, 8, 16])),
-    st.builds(Rotation, st.sampled_from([2, 4])),
+    st.builds(Rotation, st.sampled_from([2, 3, 4]), st.just(0), st.booleans()),
+    st.builds(lambda k, v: OfHeads(((Rotation(k, 0, True), Even(v)),)), *[st.sampled_from([2, 3, 4])] * 2),
     st.builds(Scaled, st.sampled_from([1.0, 2.0**-9])),
     st.just(OfHeads(((Scaled(0.5), Scaled(0.25)), (Scaled(0.125), Scaled(1.0)), (Scaled(2.0), Scaled(0.0625))))),
 )
+
+
+def of_head(codec, head):
+    """The codecs of K and V of a head."""
+    return codec.heads[head % len(codec.heads)] if isinstance(codec, OfHeads) else (codec, codec)
 
 
 def random_tables(seed, batch, heads, dim):
@@ -164,15 +174,23 @@ def test_a_segment_holds_the_coded_tokens_of_every_head(codec, appends, last, se
         for (r, b), h in itertools.product(enumerate(rows), range(heads)):
             n = tokens if ragged is None else ragged[b, h]
             new = k[r, h, :n], v[r, h, :n]
-            of_keys, of_values = codec.heads[h] if isinstance(codec, OfHeads) else (codec, codec)
+            of_keys, of_values = of_head(codec, h)
             if kivi:
                 new = fake_quantise_middle(*new, codec.bits, group)
             elif isinstance(of_keys, Scaled):
                 new = in_fp8(new[0], of_keys.scale), in_fp8(new[1], of_values.scale)
             elif keep[b, h].any():
                 coded = new[0].clone()
-                coded[:, keep[b, h]] = rotated(new[0][:, keep[b, h]], codec.bits)
-                new = coded, rotated(new[1], codec.bits)
+                coded[:, keep[b, h]] = rotated(new[0][:, keep[b, h]], of_keys.bits, of_keys.norm_correction)
+                even = isinstance(of_values, Even)
+                new = (
+                    coded,
+                    (
+                        fake_quantise(new[1], of_values.bits)
+                        if even
+                        else rotated(new[1], of_values.bits, of_values.norm_correction)
+                    ),
+                )
             want[b, h].append(new)
     segment = segment.select(torch.tensor([1, 0]), channels.select(torch.tensor([1, 0])), None)
     held = [0, 0]
@@ -182,7 +200,8 @@ def test_a_segment_holds_the_coded_tokens_of_every_head(codec, appends, last, se
         if not keep[b, h].any():
             assert len(got_k) == len(got_v) == 0
             continue
-        exact = {} if isinstance(codec, Rotation) else {"rtol": 0, "atol": 0}
+        of_keys, of_values = of_head(codec, h)
+        exact = {} if isinstance(of_keys, Rotation) else {"rtol": 0, "atol": 0}
         torch.testing.assert_close(got_k, k[:, keep[b, h]], **exact)
         torch.testing.assert_close(got_v, v, **exact)
         count = int(keep[b, h].sum())
@@ -191,8 +210,9 @@ def test_a_segment_holds_the_coded_tokens_of_every_head(codec, appends, last, se
             held[0] += -(-len(k) // group) * -(-count // 16) * 16 * cell
             held[1] += len(k) * (dim // group) * cell
         else:
-            for i, n in enumerate((count, dim)):
-                held[i] += len(k) * (-(-n * codec.bits // 8) + 8 if isinstance(codec, Rotation) else n)
+            for i, (one, n) in enumerate(((of_keys, count), (of_values, dim))):
+                codes = sum(-(-n * part // 8) for part in {2: [2], 3: [2, 1], 4: [4], 8: [8]}[one.bits])
+                held[i] += len(k) * (codes + 8 * {Scaled: 0, Rotation: 1, Even: 2}[type(one)])
     assert segment.held() == tuple(held)
 
 
@@ -349,7 +369,7 @@ def test_levels_and_distortion_are_those_of_lloyd_and_max():
     torch.testing.assert_close(centroids(2), torch.tensor([-1.510, -0.4528, 0.4528, 1.510]).double(), atol=5e-4, rtol=0)
     assert centroids(4)[[8, 15]].tolist() == pytest.approx([0.1284, 2.733], abs=5e-4)
     x = torch.randn(4000, 96, generator=torch.Generator().manual_seed(0))
-    for bits, want in ((2, 0.1175), (4, 0.009497)):
+    for bits, want in ((2, 0.1175), (3, 0.03454), (4, 0.009497)):
         packing = Rotation(bits)
         back = packing.decode(*packing.encode(x, True), True)
         assert float((back - x).square().sum() / x.square().sum()) == pytest.approx(want, rel=0.03)
@@ -374,6 +394,20 @@ def test_one_large_channel_does_not_spoil_the_others():
     x[:, 3] += 50
     back = packing.decode(*packing.encode(x, True), True)
     assert float((back - x).square().sum() / x.square().sum()) == pytest.approx(0.0095, rel=0.3)
+
+
+@pytest.mark.parametrize(("layers", "skip", "whole"), [(7, 2, [0, 1, 5, 6]), (3, 2, [0, 2]), (1, 2, []), (5, 0, [])])
+def test_layers_that_stay_whole_are_those_of_vllm(layers, skip, whole):
+    """The first and last n of all layers, n at most half of them."""
+    assert [i for i, stays in enumerate(TurboQuant(skip=skip).whole(layers)) if stays] == whole
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_a_corrected_vector_is_as_long_as_it_was(bits):
+    x = torch.randn(50, 24, generator=torch.Generator().manual_seed(1))
+    back = Rotation(bits, norm_correction=True)
+    back = back.decode(*back.encode(x, True), True)
+    torch.testing.assert_close(back.norm(dim=1), x.norm(dim=1))
 
 
 # FP8

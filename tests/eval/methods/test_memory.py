@@ -68,6 +68,7 @@ def made(model, masks):
             if isinstance(choice, dict) and choice["name"] in (
                 "duo_attention",
                 "fp8",
+                "kq_svd",
                 "pair_energy",
                 "pca",
                 "static_norm",
