@@ -42,6 +42,11 @@ class RestSpec(SlidingWindowSpec):
         """Pages that one request holds at most; both vLLM's planner and its admission reckon with them."""
         return self.pages.most(max_in_flight_tokens, max_model_len, self.hits)
 
+    @property
+    def num_retained_tokens(self) -> int:
+        """0 for vLLM 0.33: it would else hand kernels null blocks for all pages behind the window, the sink's too."""
+        return 0
+
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
         """Whether all layers have this very spec."""
         return all(spec == self for spec in kv_cache_specs.values())
@@ -52,6 +57,7 @@ class RestManager(SlidingWindowManager):
 
     def __init__(self, kv_cache_spec: RestSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
+        self.cap: int | None = kwargs.get("max_admission_blocks_per_request")  # vLLM's name differs between versions
         self.pages = kv_cache_spec.pages
         self._freed: dict[str, int] = {}  # request -> the page up to which its middle is freed
 
@@ -103,7 +109,7 @@ class RestManager(SlidingWindowManager):
         hits = self._still_read(new_computed_blocks, total_computed_tokens)
         taken = self._get_num_evictable_blocks(hits)
         if apply_admission_cap:
-            most = min(self.max_admission_blocks_per_request or num_tokens, -(-num_tokens // self.block_size))
+            most = min(self.cap or num_tokens, -(-num_tokens // self.block_size))
             real = sum(not block.is_null for block in (*held, *hits))
             return max(0, most - real) + taken
         return sum(self.pages.new(max(len(held), len(new_computed_blocks)), num_tokens)) + taken
