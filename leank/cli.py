@@ -183,7 +183,8 @@ def ending(command: str, kept: Callable[[], str] | None = None) -> Iterator[None
     command: how the user calls it, such as "eval"; the line begins with it.
     kept: says what is saved and how to go on; None says to give the same command again.
 
-    Raises SystemExit: with 130 after Ctrl-C, 143 after SIGTERM, 1 where memory, a disk or a permission is lacking, and
+    Raises SystemExit: with 130 after Ctrl-C, 143 after SIGTERM, 141 without a word where what reads the output of
+    a command that keeps nothing has gone, 1 where memory, a disk or a permission is lacking, and
     with the line itself (which gives 1) after a ValueError; nothing is kept of a run that is refused.
     """
     mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -198,6 +199,10 @@ def ending(command: str, kept: Callable[[], str] | None = None) -> Iterator[None
     except KeyboardInterrupt as error:
         number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
         _leave(stopped(command, number, left()), 128 + number)
+    except BrokenPipeError as error:
+        if kept is None:  # the reader of --help or of a table has read enough
+            raise SystemExit(141) from error
+        _leave(f"{command}: {error.strerror}; {kept()}", 1)
     except OSError as error:
         said = left()
         if error.errno is None:  # an error of this package, which says what to do

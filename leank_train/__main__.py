@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from leank.cli import again, ending, launch, leave_no_trace, refuse
 
@@ -28,7 +29,8 @@ def main(config: DictConfig) -> float:
     from leank_train.running.preempt import Signals
     from leank_train.train import run
 
-    out, alone = Path(HydraConfig.get().runtime.output_dir), HydraConfig.get().mode == RunMode.RUN
+    hydra_config = HydraConfig.get()
+    out, alone = Path(hydra_config.runtime.output_dir), hydra_config.mode == RunMode.RUN
 
     def kept() -> str:
         """Say what is saved, and how to go on; Hydra's own files alone are not worth keeping."""
@@ -40,7 +42,13 @@ def main(config: DictConfig) -> float:
     try:
         requeues = config.get("requeues")
         with ending("leank_train", kept), Signals(requeues if isinstance(requeues, int) else 0, kept) as signals:
+            named = [one.lstrip("+").partition("=")[0] for one in hydra_config.overrides.task]
+            config, fit = fitted(config, named, "experiment" in hydra_config.runtime.choices)
             rank_zero_only(print)(f"outputs   {out}", flush=True)
+            if fit:
+                rank_zero_only(print)(
+                    f"settings  fitted to {config.model.name}, as nothing sets them: {fit}", flush=True
+                )
             metrics = run(config, out, signals)
     except Exception:
         if not alone:
@@ -59,6 +67,36 @@ def main(config: DictConfig) -> float:
     if (out / "wandb").exists():
         print(f"curves    wandb leet {out / 'wandb'}  (or: wandb sync {out / 'wandb'}/offline-run-*)")
     return recall.get("leank", {}).get("average", float("nan"))
+
+
+def fitted(given: DictConfig, named: Sequence[str], experiment: bool) -> tuple[DictConfig, str]:
+    """Return a configuration with settings that fit the model in place of refused defaults, and what they are.
+
+    given: the configuration; one that `check` takes is returned as it is, and so is that of an experiment.
+    named: settings and groups that the command line sets, which stay; documents of `data` do not set lengths.
+
+    Raises BadConfig if what is left cannot work.
+    """
+    # seconds to import
+    from leank.backbone import load_config
+    from leank.typed import BadConfig
+    from leank_train.doctor import fitting
+    from leank_train.settings import check, plain
+
+    if experiment:
+        return given, ""
+    try:
+        check(given)
+    except BadConfig:
+        model, new = plain(given)["model"], given.copy()
+        assert isinstance(model, dict)
+        config = load_config(model["name"], model["overrides"]).get_text_config(decoder=True)
+        free = {k: v for k, v in fitting(config).items() if not {k, k.split(".")[0]} - {"data"} & {*named}}
+        for key, value in free.items():
+            OmegaConf.update(new, key, value)
+        check(new)
+        return new, " ".join(f"{key}={value}" for key, value in free.items())
+    return given, ""
 
 
 def command_line() -> None:

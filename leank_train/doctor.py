@@ -79,7 +79,7 @@ def answers(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     shape = kv_shape(config)
     reason = why_not_shape(shape.head_dim, config.num_attention_heads // shape.kv_heads)
     yield "GPU kernel", "yes" if reason is None else f"no, plain PyTorch gives the same replies: {reason}"
-    yield "vLLM", "; ".join(_unserved(config)) or "yes, on one GPU or a CPU (docs/serving.md)"
+    yield "vLLM", "; ".join(_unserved(config)) or "yes, on one GPU or a CPU (leank-serve --help)"
 
 
 def _unserved(config: PreTrainedConfig) -> Iterator[str]:
@@ -114,19 +114,32 @@ def gains(config: PreTrainedConfig, weights: int, lengths: Sequence[int], batche
     return pd.DataFrame(lines)
 
 
+def fitting(config: PreTrainedConfig) -> dict[str, int | list[int]]:
+    """Return settings of a training that fit a model: sink, window and alignment, and the lengths of documents."""
+    (sink, window), longest = sizes(config), min(positions(config), 98304)
+    return {
+        "pruning.sink": sink,
+        "pruning.window": window,
+        "pruning.align": next(r for r in (32, 16, 8, 4, 2, 1) if kv_shape(config).head_dim % (4 * r) == 0 or r == 1),
+        "data.min_length": max(2 * (sink + window), longest // 8),
+        "data.max_length": longest // 2,
+        "validation.lengths": [longest // 2],
+    }
+
+
 def commands(name: str, config: PreTrainedConfig) -> list[str]:
     """Return the command lines that try a training, train, and check a mask, with settings that fit the model."""
-    (sink, window), longest = sizes(config), min(positions(config), 98304)
-    align = next(r for r in (32, 16, 8, 4, 2, 1) if kv_shape(config).head_dim % (4 * r) == 0 or r == 1)
-    middle = f"pruning.sink={sink} pruning.window={window} pruning.align={align}"
+    fit = fitting(config)
+    sink, window = sizes(config)
+    middle = " ".join(f"{key}={fit[key]}" for key in fit if key.startswith("pruning."))
+    lengths = " ".join(f"{key}={fit[key]}" for key in fit if not key.startswith("pruning."))
     short = 2 * (sink + window)
     train = f"python -m leank_train model.name={name} data=mixed {middle} logger=none"
     return [
         f"{train} pruning.ratio=0.5 data.min_length={short} data.max_length={2 * short} stage1.steps=20 stage2.steps=5"
         f" validation.lengths=[{2 * short}] validation.tasks=[niah_single_1] validation.samples=1 validation.heldout=2"
         " hydra.run.dir=outputs/try",
-        f"{train} pruning.ratio=0.7 extra_ratios=[0.5,0.8] data.min_length={max(short, longest // 8)}"
-        f" data.max_length={longest // 2} validation.lengths=[{longest // 2}] hydra.run.dir=outputs/mine",
+        f"{train} pruning.ratio=0.7 extra_ratios=[0.5,0.8] {lengths} hydra.run.dir=outputs/mine",
         f"python -m leank.eval model.name={name} mask=outputs/mine 'method=[dense,leank,kivi4]' benchmark=text"
         f" cache.sink={sink} cache.window={window} hydra.run.dir=outputs/mine/text",
     ]
@@ -167,7 +180,7 @@ def examine(name: str, lengths: Sequence[int], batches: Sequence[int]) -> str:
     if found["training"].startswith("yes") and positions(config) < 4 * (sink + window):
         lines.append(f"\n{positions(config):,} positions are too few to train with this sink and window.")
     elif found["training"].startswith("yes"):
-        lines += ["\nTry, train, and check (docs/own_model.md):", *(f"    {line}" for line in commands(name, config))]
+        lines += ["\nTry, train, and check:", *(f"    {line}" for line in commands(name, config))]
     return "\n".join(lines)
 
 

@@ -240,7 +240,7 @@ def stage_trainer(
         max_epochs=-1,
         logger=logger or False,
         default_root_dir=str(current.out),
-        plugins=[AtomicCheckpointIO([name, current.fingerprint])],
+        plugins=[AtomicCheckpointIO([name, current.fingerprint], stage.alpha.shape)],
         callbacks=[
             recorder,
             StageProgress(name),

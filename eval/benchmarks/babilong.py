@@ -92,7 +92,7 @@ class BabiLong(FromFiles):
         return Row(
             task=task,
             id="",
-            context=f"{start}\n\n<context>\n{data['input']}\n</context>\n\n",
+            context=f"{start}\n\n<context>\n{data['input'].strip()}\n</context>\n\n",
             question=f"Question: {data['question']}".rstrip(),
             answers=[data["target"]],
             max_new_tokens=20,

@@ -40,6 +40,7 @@ class PromptLayer(DynamicLayer):
         self._weights = column_sums if isinstance(column_sums, Tensor) else None
         self.queries: Tensor | None = None
         self.column_sums: Tensor | None = None
+        self.repeated: Tensor | None = None  # [B, H, T], a token's score by a pass that repeats the prompt
         self.scaling: float | None = None  # of q k^T, None = 1 / sqrt(D); known once a query has attended
         self.softmax = PLAIN  # the model's; known once a query has attended
         self.kept: Tensor | None = None
@@ -121,7 +122,7 @@ class PromptLayer(DynamicLayer):
         """A layer that continues this one in the same buffer. Forks overwrite each other's new tokens: use one."""
         layer = copy.copy(self)
         layer.obs_queries, layer._sums = 0, False
-        layer.queries = layer.column_sums = None
+        layer.queries = layer.column_sums = layer.repeated = None
         return layer
 
 

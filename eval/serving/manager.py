@@ -34,6 +34,11 @@ class RestSpec(SlidingWindowSpec):
     hits: bool
 
     @property
+    def num_retained_tokens(self) -> int:
+        """0: the runner of vLLM 0.33 else takes what lies so far behind the window as freed, the sink too."""
+        return 0
+
+    @property
     def pages(self) -> RestBlocks:
         """The arithmetic of a request's pages."""
         return RestBlocks(self.block_size, self.hit, self.sink, self.sliding_window - 1, self.every)
@@ -41,11 +46,6 @@ class RestSpec(SlidingWindowSpec):
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """Pages that one request holds at most; both vLLM's planner and its admission reckon with them."""
         return self.pages.most(max_in_flight_tokens, max_model_len, self.hits)
-
-    @property
-    def num_retained_tokens(self) -> int:
-        """0 for vLLM 0.33: it would else hand kernels null blocks for all pages behind the window, the sink's too."""
-        return 0
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
         """Whether all layers have this very spec."""

@@ -50,15 +50,10 @@ def serve(options: list[str], settings: ServerSettings) -> None:
     Raises RuntimeError if a worker does not prune, ValueError for what cannot be served.
     """
     import uvloop
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    try:
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    except ImportError:  # vLLM 0.33
-        from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
-        from vllm.entrypoints.common.startup import cli_env_setup
 
     cli_env_setup()
     if current_platform.is_cuda():

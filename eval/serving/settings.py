@@ -13,7 +13,7 @@ from leank.eval.serving.layout import HEAD_DIMS, PageLayout
 from leank.mask import ChannelMask, mask_file
 from leank.typed import Checked, Count, Positive
 
-VERSIONS = ("0.30", "0.31", "0.32", "0.33")  # the minor versions of vLLM whose interfaces the plug-in knows
+VERSIONS = ("0.30", "0.31", "0.32")  # the minor versions of vLLM whose interfaces the plug-in uses
 
 NAMES = {"mask": "LEANK_MASK", "sink": "LEANK_SINK", "window": "LEANK_WINDOW"}
 DEFAULTS = {"sink": Sizes.sink, "window": Sizes.window}
@@ -95,8 +95,8 @@ def _wrong(config: Any, settings: ServerSettings) -> Iterator[tuple[bool, str]]:
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     text = model.hf_text_config
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
-    minor = ".".join(vllm.__version__.split(".")[:2])
-    yield minor not in VERSIONS, f"this plug-in is for vLLM {VERSIONS[0]} to {VERSIONS[-1]}, not {vllm.__version__}"
+    known = vllm.__version__.startswith(tuple(f"{minor}." for minor in VERSIONS))
+    yield not known, f"this plug-in is for vLLM {', '.join(VERSIONS)}, not {vllm.__version__}"
     yield not (current_platform.is_cpu() or current_platform.is_cuda()), "this plug-in serves on CPUs and NVIDIA's GPUs"
     yield from _wrong_on_gpu(config) if current_platform.is_cuda() else ()
     yield model.runner_type != "generate", f"runner={model.runner_type} has no decoding; take --runner generate"

@@ -37,11 +37,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Checkpoints that appear whole or not at all; the one before the last is kept as `PREVIOUS`.
 
     of: the stage and the config's fingerprint, which every checkpoint names.
+    shape: of the stage's scores.
     """
 
-    def __init__(self, of: Sequence[str]) -> None:
+    def __init__(self, of: Sequence[str], shape: torch.Size) -> None:
         super().__init__()
-        self.of = list(of)
+        self.of, self.shape = list(of), shape
 
     def save_checkpoint(
         self, checkpoint: Mapping[str, object], path: str | Path, storage_options: object = None
@@ -68,7 +69,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         for key, kind in PARTS.items():
             if not isinstance(found.get(key), kind):
                 raise DamagedFile(path, f"it has no {key}", cure)
-        refuse_not_finite(found["state_dict"]["alpha"], cure, str(path))
+        alpha = found["state_dict"].get("alpha")
+        if not isinstance(alpha, torch.Tensor) or alpha.shape != self.shape:
+            raise DamagedFile(path, f"it has no scores of the shape {list(self.shape)}", cure)
+        refuse_not_finite(alpha, cure, str(path))
         return found
 
 

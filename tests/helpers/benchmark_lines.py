@@ -1,10 +1,12 @@
 """A valid line of every benchmark that is read from files, and the configuration of a model of any length."""
 
+import json
 from dataclasses import asdict
 from types import SimpleNamespace
 
 from leank.data_gen.gsm.infinite import realistic
 from leank.data_gen.gsm.symbolic import symbolic
+from tests.helpers import parity
 
 CONFIG = SimpleNamespace(max_position_embeddings=None)
 
@@ -22,3 +24,21 @@ V2 = {"context": "A text.", "question": "Which?", **{f"choice_{letter}": letter.
       "answer": "B", "difficulty": "easy", "length": "short", "domain": "Code", "_id": "x1"}  # fmt: skip
 BABI = {"input": "A tale. John took the milk. John went to the office.", "question": "Where is the milk? ",
         "target": "office"}  # fmt: skip
+NEEDLE = {"id": "0001", "needle": "{CHAR} keeps a {1}.", "questions": {"onehop": "Who has a {2}?"}, "tests":
+          {"T1": {"input_args": ["trout", "fish"]}}, "character_set": ["Ada", "Bo", "Cy"], "system_prompt": "Be brief.",
+          "task_template": "Read:\n{haystack}\nQuestion: {question}"}  # fmt: skip
+
+
+def helmet_files(folder):
+    """Made-up files of HELMET, one or two lines each, beside the examples that its parity rows were made with."""
+    examples, *rows = parity.rows("helmet")
+    found = {"kilt/nq-train-multikilt_1000_k3_dep6": examples["demos"], "icl/trec_coarse_train": examples["train"],
+             "kilt/popqa_test_1000_k3_dep6": examples["demos"]}  # fmt: skip
+    names = {"nq_8k": "kilt/nq-dev-multikilt_1000_k50_dep6", "popqa_8k": "kilt/popqa_test_1000_k50_dep6",
+             "json_kv_8k": "json_kv/test_k105_dep6", "trec_coarse_8k": "icl/trec_coarse_test"}  # fmt: skip
+    for row in rows:
+        if "line" in row:
+            found.setdefault(names[row["task"]], []).append(row["line"])
+    for name, lines in found.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

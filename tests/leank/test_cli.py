@@ -209,3 +209,10 @@ def test_memory_of_the_cpu():
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert out_of_memory(error.value)
     assert not out_of_memory(RuntimeError("shape mismatch"))
+
+
+def test_a_reader_that_has_gone_is_an_error_only_where_something_is_kept(capsys):
+    for kept, status, said in ((None, 141, ""), (lambda: "half is kept", 1, "train: Broken pipe; half is kept\n")):
+        with pytest.raises(SystemExit) as stopped, ending("train", kept):
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        assert (stopped.value.code, capsys.readouterr().err) == (status, said)

@@ -3,13 +3,16 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 
 from leank.backbone import load_config
 from leank.eval.cache import compressed_cache
+from leank.typed import BadConfig
 from leank_train import doctor
-from leank_train.settings import check
+from leank_train.__main__ import fitted
+from leank_train.settings import check, fingerprint
 from tests.helpers.composed import evaluation, training
 from tests.helpers.families import FAMILIES, REFUSED, UNTRAINED, build
 
@@ -81,3 +84,21 @@ def test_a_mistake_is_one_line(capsys):
             doctor.main(given)
         assert error.value.code == status
         assert re.search(line, capsys.readouterr().err)
+
+
+def test_a_bare_command_gets_settings_that_fit_its_model():
+    """Named settings stay, and a run whose configuration works, or an experiment's, is left as it is."""
+    given = training("model=smollm2", "pruning.ratio=0.5")
+    config, fit = fitted(given, ["model", "pruning.ratio"], False)
+    assert check(config).pruning == replace(check(config).pruning, sink=16, window=256, align=16, ratio=0.5)
+    assert fit.endswith("data.min_length=1024 data.max_length=4096 validation.lengths=[4096]")
+    assert given.data.max_length == 98304
+    assert fingerprint(config) != fingerprint(given)
+    config, fit = fitted(training("model=smollm2", "data.max_length=2048"), ["model", "data.max_length"], False)
+    assert (config.data.min_length, config.data.max_length, "max_length" in fit) == (1024, 2048, False)
+    with pytest.raises(BadConfig, match=r"data\.max_length=9000 is beyond the 8192 positions"):
+        fitted(training("model=smollm2", "data.max_length=9000"), ["model", "data.max_length"], False)
+    for works in (training("+experiment=smollm2_70pct"), training("+experiment=reference_70pct")):
+        assert fitted(works, [], False) == (works, "")
+    refused = training("+experiment=smollm2_70pct", "pruning.window=5000")
+    assert fitted(refused, ["pruning.window"], True) == (refused, "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -24,7 +24,13 @@ from leank.eval.cache.storage.upload import upload
 Folds = tuple[tuple[int, int], ...]  # (axis, shift): of this axis, the second half lies `shift` bits above the first
 
 LOWER = {4: 0x0F, 2: 0x33, 1: 0x55}  # the bits of a byte that hold codes where others lie so many bits higher
-VECTOR_FOLDS: dict[int, Folds] = {8: (), 4: ((-1, 4),), 2: ((-1, 4), (-1, 2))}  # by bits, of whole vectors [64, d]
+PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # by bits of a code, those of its parts, the lowest first
+VECTOR_FOLDS: dict[int, Folds] = {  # by bits of a part, of whole vectors [64, d]
+    8: (),
+    4: ((-1, 4),),
+    2: ((-1, 4), (-1, 2)),
+    1: ((-1, 4), (-1, 2), (-1, 1)),
+}
 
 
 def fold(codes: Tensor, folds: Folds) -> Tensor:
@@ -40,6 +46,11 @@ def unfold(stored: Tensor, folds: Folds) -> Tensor:
     for axis, shift in reversed(folds):
         stored = torch.cat([stored & LOWER[shift], (stored >> shift) & LOWER[shift]], axis)
     return stored
+
+
+def vector_bytes(dim: Count, bits: int) -> Count:
+    """Bytes of a vector's codes: each part of a code, as in PLANES, fills whole bytes."""
+    return sum((-(-dim // (8 // part)) for part in PLANES[bits]), start=dim * 0)
 
 
 class Codec(ABC):
@@ -100,7 +111,7 @@ class PageCodec(BandCodec):
     A page is a plane of codes, in bytes, then a plane of numbers in the model's dtype. Here every vector of a token has
     codes in whole bytes and one number. A subclass whose pages lie otherwise says so in `pages`, `pack` and `unpack`.
 
-    bits: of a code, 2, 4 or 8
+    bits: of a code, 2, 3, 4 or 8
     """
 
     bits: int
@@ -119,17 +130,26 @@ class PageCodec(BandCodec):
 
     def pages(self, head_dim: int, channels: Count, dtype: torch.dtype) -> tuple[tuple[Count, Any], tuple[int, int]]:
         """For K, of which so many channels are kept, and for V: bytes of a page's codes, and of its numbers."""
-        per_byte, numbers = 8 // self.bits, PAGE * dtype.itemsize
-        return (-(-channels // per_byte) * PAGE, numbers), (-(-head_dim // per_byte) * PAGE, numbers)
+        numbers = PAGE * dtype.itemsize
+        return (vector_bytes(channels, self.bits) * PAGE, numbers), (vector_bytes(head_dim, self.bits) * PAGE, numbers)
 
     def pack(self, codes: Tensor, numbers: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
         """Planes [..., bytes] and [..., numbers] of whole pages, of their codes [..., 64, d] and numbers."""
-        codes = pad(codes, (0, -codes.shape[-1] % (8 // self.bits)))
-        return fold(codes, VECTOR_FOLDS[self.bits]).flatten(-2), numbers
+        planes, lower = [], 0
+        for bits in PLANES[self.bits]:
+            part = pad(codes >> lower & 2**bits - 1, (0, -codes.shape[-1] % (8 // bits)))
+            planes.append(fold(part, VECTOR_FOLDS[bits]))
+            lower += bits
+        return torch.cat(planes, -1).flatten(-2), numbers
 
     def unpack(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> tuple[Tensor, Tensor]:
         """Codes [..., 64, d] and numbers of the planes that `pack` made."""
-        return unfold(codes.unflatten(-1, (PAGE, -1)), VECTOR_FOLDS[self.bits])[..., :dim], numbers
+        parts, found, lower = PLANES[self.bits], torch.zeros((), dtype=torch.uint8, device=codes.device), 0
+        planes = codes.unflatten(-1, (PAGE, -1)).split([-(-dim // (8 // bits)) for bits in parts], -1)
+        for bits, plane in zip(parts, planes, strict=True):
+            found = found | unfold(plane, VECTOR_FOLDS[bits])[..., :dim] << lower
+            lower += bits
+        return found, numbers
 
     def bands(self, head: int, channels: int) -> Sequence[tuple[PageCodec, int]]:
         """One band of all channels that are kept."""
@@ -143,6 +163,41 @@ class PageCodec(BandCodec):
         """Bytes of a page of K and of V; see `BandCodec.page_bytes`."""
         k, v = self.pages(head_dim, count, dtype)
         return np.asarray(sum(k)), np.full_like(count, sum(v))
+
+
+@dataclass(frozen=True)
+class OfHeads(BandCodec):
+    """One band in every head, whose codec is not the same for K and V, or not in all heads.
+
+    heads: the codecs of K and of V of each head, or one pair for all; none has groups of tokens
+    """
+
+    heads: tuple[tuple[PageCodec, PageCodec], ...]
+
+    def _of(self, head: int) -> tuple[PageCodec, PageCodec]:
+        return self.heads[head % len(self.heads)]
+
+    @property
+    def why_not_kernel(self) -> str | None:
+        """That of its first codec."""
+        return self.heads[0][0].why_not_kernel
+
+    def bands(self, head: int, channels: int) -> Sequence[tuple[PageCodec, int]]:
+        """One band of all channels that are kept."""
+        return [(self._of(head)[0], channels)]
+
+    def of_values(self, head: int) -> PageCodec:
+        """The codec of the head's V."""
+        return self._of(head)[1]
+
+    def page_bytes(self, head_dim: int, count: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of a page of K and of V; see `BandCodec.page_bytes`."""
+        k, v = np.empty_like(count), np.empty_like(count)
+        for head in range(count.shape[1]):
+            of_keys, of_values = self._of(head)
+            k[:, head] = of_keys.page_bytes(head_dim, count[:, head], dtype)[0]
+            v[:, head] = of_values.page_bytes(head_dim, count[:, head], dtype)[1]
+        return k, v
 
 
 class Plane(NamedTuple):

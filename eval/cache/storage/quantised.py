@@ -32,14 +32,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from leank.eval.cache.storage.codecs import Folds, PageCodec, PageSegment, fold, unfold
+from leank.eval.cache.storage.codecs import PLANES, Folds, PageCodec, PageSegment, fold, unfold
 from leank.eval.cache.storage.segment import PAGE, Count, Extent, round_up
 from leank.precision import ROOM
 
 # By bits, how codes join in the bytes of a page of K, [64, C], and of V, [D, 64].
 K_FOLDS: dict[int, Folds] = {8: (), 4: ((-2, 4),), 2: ((-1, 2), (-2, 4)), 1: ((-1, 2), (-1, 1), (-2, 4))}
 V_FOLDS: dict[int, Folds] = {8: (), 4: ((-2, 4),), 2: ((-2, 4), (-2, 2)), 1: ((-2, 2), (-2, 1), (-1, 4))}
-PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # by bits of a code, those of its parts, the lowest first
 
 
 @dataclass(frozen=True)

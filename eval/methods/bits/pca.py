@@ -18,13 +18,13 @@ from leank.channel_scores import pruned, wide
 from leank.eval.cache.storage.codecs import RecordCodec
 from leank.eval.inference.prefill import Prefill
 from leank.eval.methods.axes import Bits, Held, method
-from leank.eval.methods.common.calibrated import FromSamples
+from leank.eval.methods.common.calibrated import FromSamples, Pruning
 from leank.eval.methods.common.observed import seen
 
 
 @method("pca")
 @dataclass(frozen=True)
-class PCA(FromSamples, Bits):
+class PCA(FromSamples, Pruning, Bits):
     """A key k is stored as k U and read as k U U^T.
 
       U = the D - floor(ratio D) eigenvectors of the largest eigenvalues of the mean of k^T k

@@ -1,22 +1,26 @@
-"""TurboQuant: the middle rotated at random, then 2 or 4 bits per coordinate, without zero points.
+"""TurboQuant: the middle rotated at random, then 2, 3 or 4 bits per coordinate, without zero points.
 
-"TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate", arXiv 2504.19874, section 3.1.
+"TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate", arXiv 2504.19874, section 3.1; and the form
+in which vLLM serves it.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from leank.eval.cache.storage.codecs import PageCodec
+from leank.eval.cache.storage.codecs import BandCodec, OfHeads, PageCodec, vector_bytes
+from leank.eval.cache.storage.segment import PAGE
+from leank.eval.cache.storage.segment import Count as Channels
 from leank.eval.inference.prefill import Prefill
 from leank.eval.methods.axes import Bits, Held, method
-from leank.typed import OneOf, Seed
+from leank.typed import Count, OneOf, Seed
 
 
 @method("turboquant")
@@ -30,29 +34,61 @@ class TurboQuant(Bits):
     are the 2^bits levels that are best for such numbers (Lloyd and Max). Nothing depends on the data: no calibration,
     no groups of tokens, and 16 bits per vector beside the codes, where KIVI has 32 per group.
 
+    vLLM's form (`turboquant_4bit_nc`, `turboquant_k3v4_nc` and `turboquant_3bit_nc`, named as its kv_cache_dtype) has
+    three changes. A vector that is read back has its own length (`norm_correction`):
+
+      x̂ = ||x|| c_code / ||c_code|| R^T
+
+    V is not rotated; each token's V is on an even grid from its least to its largest number (`values`). And the first
+    and last two layers stay in the model's dtype (`skip`).
+
     Deviations
     - This is the paper's quantiser of least mean squared error (its algorithm 1). Its algorithm 2, which makes inner
-      products unbiased by one more bit of the residual's projection, is left out.
+      products unbiased by one more bit of the residual's projection, is left out, in vLLM too.
     - The paper gives outlier channels more bits; here all coordinates have the same number.
+    - vLLM turns by a Hadamard matrix, which is not there for every number of kept channels; here R is random.
+    - vLLM skips no layer of a model with layers of another kind than attention; here `skip` counts all layers.
+    - Norms, scales and least numbers have the model's dtype, in vLLM float16.
     - The newest tokens stay whole in the window, and the first in the sink.
     - Plain PyTorch turns the vectors back: answers and bytes are the method's, time is not.
 
     Settings
-    bits: 2 or 4, default 4: bits of every coordinate of K and V.
+    bits: 2, 3 or 4, default 4: bits of every coordinate of K, and of V unless `value_bits` says otherwise.
     seed: int, default 0: seed of the rotations; heads of as many channels share one.
+    norm_correction: bool, default False: whether vectors come back in their own length.
+    values: "rotated" or "even", default "rotated": how V is stored, as K or on an even grid of its own.
+    value_bits: 2, 3, 4 or None, default None: bits of every number of V; None is `bits`.
+    skip: int, default 0: layers that stay whole at either end, at most half of all layers.
     """
 
-    bits: Annotated[int, OneOf(2, 4)] = 4
+    bits: Annotated[int, OneOf(2, 3, 4)] = 4
     seed: Seed = 0
+    norm_correction: bool = False
+    values: Annotated[str, OneOf("rotated", "even")] = "rotated"
+    value_bits: Annotated[int | None, OneOf(2, 3, 4, None)] = None
+    skip: Count = 0
 
     def packed(self, held: Held) -> float:
-        """Bytes of the middle: `bits` per coordinate, in whole bytes of every vector, and a norm per vector."""
-        per_byte = 8 // self.bits
-        vectors = [held.middle * (-(-n // per_byte) + held.itemsize * (n > 0)) for n in (held.k, held.v)]
-        return float(sum(n.sum() for n in vectors))
+        """Bytes of the middle: codes in whole bytes of every vector, a norm, or the scale and least number of V."""
+        of_v = self.value_bits or self.bits
+        codes = vector_bytes(held.k, self.bits) + vector_bytes(held.v, of_v)
+        numbers = (held.k > 0) * 1 + (held.v > 0) * (2 if self.values == "even" else 1)
+        whole = np.array(self.whole(len(held.middle)))[:, None]
+        token = np.where(whole, held.itemsize * (held.k + held.v), codes + held.itemsize * numbers)
+        return float((held.middle * token).sum())
 
-    def of_layer(self, index: int, prefill: Prefill) -> Rotation:
-        return Rotation(self.bits, seed=self.seed)
+    def whole(self, layers: int) -> list[bool]:
+        """Which of so many layers stay in the model's dtype."""
+        ends = min(self.skip, layers // 2)
+        return [not ends <= index < layers - ends for index in range(layers)]
+
+    def of_layer(self, index: int, prefill: Prefill) -> BandCodec | None:
+        if self.whole(len(prefill.layers))[index]:
+            return None
+        keys, bits = Rotation(self.bits, self.seed, self.norm_correction), self.value_bits or self.bits
+        if self.values == "even":
+            return OfHeads(((keys, Even(bits)),))
+        return keys if bits == self.bits else OfHeads(((keys, replace(keys, bits=bits)),))
 
 
 @functools.lru_cache(maxsize=512)
@@ -85,12 +121,14 @@ class Rotation(PageCodec):
 
     The basis is weights, the same for all prompts, and is held by no cache.
 
-    bits: of a coordinate, 2 or 4
+    bits: of a coordinate, 2, 3 or 4
     seed: of the random bases
+    norm_correction: whether a vector comes back in its own length
     """
 
     bits: int = 4
     seed: int = 0
+    norm_correction: bool = False
 
     @property
     def why_not_kernel(self) -> str | None:
@@ -109,8 +147,56 @@ class Rotation(PageCodec):
         return codes, norm.to(x.dtype)
 
     def decode(self, codes: Tensor, numbers: Tensor, keys: bool) -> Tensor:
-        """The vectors x̂ [..., d] = ||x|| / sqrt(d) c R^T of codes and norms, with c the codes' centroids."""
+        """The vectors x̂ [..., d] = ||x|| / sqrt(d) c R^T of codes and norms, with c the codes' centroids.
+
+        norm_correction: ||c|| in place of sqrt(d).
+        """
         dim, wide = codes.shape[-1], numbers.to(torch.promote_types(numbers.dtype, torch.float32))
         basis, levels = (t.to(wide) for t in (rotation(dim, self.seed), centroids(self.bits)))
         levels = levels.sign() if dim == 1 else levels  # one coordinate is 1 or -1, and nothing like normal
-        return (levels[codes.long()] @ basis.mT * (wide / dim**0.5)[..., None]).to(numbers.dtype)
+        found = levels[codes.long()]
+        length = found.norm(dim=-1) if self.norm_correction else dim**0.5
+        return (found @ basis.mT * (wide / length)[..., None]).to(numbers.dtype)
+
+
+@dataclass(frozen=True)
+class Even(PageCodec):
+    """A vector's numbers on an even grid from its least to its largest one.
+
+    code = floor((x - least) / s + 1/2),  s = (largest - least) / (2^bits - 1),  x̂ = code s + least
+
+    bits: of a number, 2, 3 or 4
+    """
+
+    bits: int = 4
+
+    @property
+    def why_not_kernel(self) -> str | None:
+        return "no kernel reads one grid per vector"
+
+    def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
+        """Codes, uint8 [..., d], and s and the least number, [..., 2]."""
+        low, high = (y.to(torch.promote_types(x.dtype, torch.float32)) for y in torch.aminmax(x, dim=-1, keepdim=True))
+        scale = (high - low) / (2**self.bits - 1)
+        codes = ((x - low) / torch.where(scale > 0, scale, 1) + 0.5).floor().clamp(max=2**self.bits - 1)
+        return codes.to(torch.uint8), torch.cat([scale, low], -1).to(x.dtype)
+
+    def decode(self, codes: Tensor, numbers: Tensor, keys: bool) -> Tensor:
+        """The vectors x̂ [..., d], rounded once."""
+        scale, low = numbers.to(torch.promote_types(numbers.dtype, torch.float32))[..., None].unbind(-2)
+        return (codes * scale + low).to(numbers.dtype)
+
+    def pages(
+        self, head_dim: int, channels: Channels, dtype: torch.dtype
+    ) -> tuple[tuple[Channels, int], tuple[int, int]]:
+        """For K and for V: bytes of a page's codes, and of two numbers per vector."""
+        (k, numbers), (v, _) = super().pages(head_dim, channels, dtype)
+        return (k, 2 * numbers), (v, 2 * numbers)
+
+    def pack(self, codes: Tensor, numbers: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
+        """Planes of whole pages."""
+        return super().pack(codes, numbers, keys)[0], numbers.flatten(-2)
+
+    def unpack(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> tuple[Tensor, Tensor]:
+        """Codes [..., 64, d] and numbers [..., 64, 2]."""
+        return super().unpack(codes, numbers.unflatten(-1, (PAGE, 2)), dim, keys)

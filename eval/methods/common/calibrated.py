@@ -32,14 +32,12 @@ class FromSamples(Axis):
     """Base of choices that are the same for all inputs and come from calibration samples.
 
     Settings
-    ratio: float in [0, 1), default 0.7: share of every head's channels or dimensions that go: floor(ratio * D).
     task: str, default "niah_multikey_3": task of the samples.
     length: int, tokens, default 2048: longest sample.
     samples: int, default 8: number of samples.
     seed: int, default 7: seed of the samples.
     """
 
-    ratio: Share = 0.7
     task: str = "niah_multikey_3"
     length: Positive = 2048
     samples: Samples = 8
@@ -78,8 +76,22 @@ class FromSamples(Axis):
 
 
 @dataclass(frozen=True)
-class Calibrated(FromSamples, Uniform):
-    """Base of choices of channels whose mask is the same for all inputs; the settings are those of `FromSamples`."""
+class Pruning(Axis):
+    """Base of choices by which a share of every head goes.
+
+    Settings
+    ratio: float in [0, 1), default 0.7: share of every head's channels or dimensions that go: floor(ratio * D).
+    """
+
+    ratio: Share = 0.7
+
+
+@dataclass(frozen=True)
+class Calibrated(FromSamples, Pruning, Uniform):
+    """Base of choices of channels whose mask is the same for all inputs.
+
+    The settings are those of `Pruning` and `FromSamples`.
+    """
 
     @abstractmethod
     def scores(self, prefill: Prefill) -> Tensor:

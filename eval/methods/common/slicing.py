@@ -129,6 +129,9 @@ def _stack_layer(layers: Sequence[PromptLayer], columns: int, lengths: Sequence[
     if queries:
         seen = max(q.shape[2] for q in queries)  # a shorter prompt's first ones are padding, as its keys are
         together.queries = torch.cat([pad(q, (0, 0, seen - q.shape[2], 0)) for q in queries])
+    repeated = [layer.repeated for layer in layers if layer.repeated is not None]
+    if repeated:
+        together.repeated = torch.cat([pad(scores, (held - scores.shape[2], 0)) for scores in repeated])
     return together
 
 

@@ -17,7 +17,7 @@ from leank.eval.report import write_report
 from leank.eval.rows.results import Results, read
 from leank.eval.run.build import build_job
 from tests import DATA
-from tests.helpers.benchmark_lines import BABI, V2
+from tests.helpers.benchmark_lines import BABI, NEEDLE, V2, helmet_files
 from tests.helpers.composed import evaluation
 from tests.helpers.gsm_solver import solve
 
@@ -51,6 +51,10 @@ def data(tmp_path_factory):
         row = {"id": 0, "context": FILLER, "input": asked, "answer": answer, "options": options}
         lines(folder / "ib" / f"{task}.jsonl", [row, {**row, "id": 1}])
     (folder / "data.json").write_text(json.dumps([V2, {**V2, "_id": "x2", "length": "long"}]))
+    helmet_files(folder)
+    (folder / "needle_set.json").write_text(json.dumps([NEEDLE]))
+    (folder / "books").mkdir()
+    (folder / "books" / "1.txt").write_text((FILLER + "\n") * 10)
     lines(folder / "qa1_0k.jsonl", [BABI])
     lines(folder / "qa5_0k.jsonl", [{**BABI, "question": "What did John take?", "target": "milk"}])
     problem = {"problem": "What is $2+3$?", "answer": "5", "unique_id": "a/1", "level": 1}
@@ -75,6 +79,14 @@ SETTINGS = {
     "infinitebench": ("benchmark.path={data}/ib", "benchmark.samples=1", "benchmark.max_length=200"),
     "longbench_v2": ("benchmark.path={data}", "benchmark.tasks=[easy,long]"),
     "babilong": ("benchmark.path={data}", "benchmark.tasks=[qa1,qa5]", "benchmark.lengths=[0k]"),
+    "nolima": (
+        *("benchmark.path={data}/needle_set.json", "benchmark.books={data}/books", "benchmark.lengths=[100,200]"),
+        *("benchmark.depths=3", "benchmark.samples=2"),
+    ),
+    "helmet": (
+        *("benchmark.path={data}", "benchmark.tasks=[json_kv,nq,trec_coarse]", "benchmark.lengths=[8k]"),
+        "benchmark.samples=1",
+    ),
     "math500": ("benchmark.path={data}",),
     "mmlu": ("benchmark.path={data}", "benchmark.samples=1", "benchmark.tasks=[anatomy,astronomy]"),
     "gsm_infinite": (

@@ -1,4 +1,4 @@
-"""Coded middles (KIVI, TurboQuant): what a cell and a segment hold, and generation over it, against an oracle that
+"""Coded middles (KIVI, TurboQuant, FP8): what a cell and a segment hold, and generation over it, against an oracle that
 shares no code with eval.cache."""
 
 import itertools
@@ -14,15 +14,18 @@ from leank.eval.cache import Sizes, bytes_per_row, compressed_cache
 from leank.eval.cache.hook import ATTENTION
 from leank.eval.cache.memory import measure_store
 from leank.eval.cache.storage.channels import KeptChannels
+from leank.eval.cache.storage.codecs import OfHeads
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.segment import Extent
 from leank.eval.cache.storage.store import Store
+from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import prefill
 from leank.eval.methods import build_method
 from leank.eval.methods.base import Method
+from leank.eval.methods.bits.fp8 import FP8, Scaled
 from leank.eval.methods.bits.kivi import KIVI
-from leank.eval.methods.bits.turboquant import Rotation, centroids, rotation
+from leank.eval.methods.bits.turboquant import Even, Rotation, TurboQuant, centroids, rotation
 from leank.eval.methods.channels.leank import LeanK
 from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, SEEDS, OracleLayer, left_padded, random_keep, run, tiny_model
@@ -99,16 +102,46 @@ def test_where_the_codes_of_a_page_lie(bits):
             assert torch.equal(cells[:, n // 2, [n % 2, n % 2 + 2]], scales[:, n])
 
 
-def rotated(x, bits):
-    """Vectors x [n, d], coordinate by coordinate the nearest level in TurboQuant's basis; one coordinate is exact."""
+def rotated(x, bits, corrected=False):
+    """Vectors x [n, d], coordinate by coordinate the nearest level in TurboQuant's basis; one coordinate is exact.
+
+    corrected: whether they are then as long as x.
+    """
     if x.shape[1] == 1:
         return x
     basis, levels, norm = rotation(x.shape[1], 0), centroids(bits), x.norm(dim=1, keepdim=True)
     found = levels[((x @ basis * x.shape[1] ** 0.5 / norm)[..., None] - levels).abs().argmin(-1)]
-    return norm / x.shape[1] ** 0.5 * found @ basis.T
+    back = norm / x.shape[1] ** 0.5 * found @ basis.T
+    return back * norm / back.norm(dim=1, keepdim=True) if corrected else back
 
 
-CODECS = st.one_of(st.builds(Packing, BITS, st.sampled_from([4, 8, 16])), st.builds(Rotation, st.sampled_from([2, 4])))
+def of_e4m3():
+    """Every number of e4m3 that is not negative, in the order of its code: three bits of mantissa, four of exponent."""
+    return torch.tensor(
+        [m / 512 if e == 0 else 2.0 ** (e - 7) * (1 + m / 8) for e in range(16) for m in range(8)][:127]
+    )
+
+
+def in_fp8(x, scale):
+    """Numbers x, the nearest that s times a number of e4m3 is; of two that are as near the one of the even code."""
+    numbers = of_e4m3().double()
+    distance = ((x / scale).abs()[..., None].double() - numbers).abs()
+    codes = torch.where(distance == distance.amin(-1, keepdim=True), torch.arange(127) % 2, 2).argmin(-1)
+    return (x.sign() * numbers[codes] * scale).to(x.dtype)
+
+
+CODECS = st.one_of(
+    st.builds(Packing, BITS, st.sampled_from([4, 8, 16])),
+    st.builds(Rotation, st.sampled_from([2, 3, 4]), st.just(0), st.booleans()),
+    st.builds(lambda k, v: OfHeads(((Rotation(k, 0, True), Even(v)),)), *[st.sampled_from([2, 3, 4])] * 2),
+    st.builds(Scaled, st.sampled_from([1.0, 2.0**-9])),
+    st.just(OfHeads(((Scaled(0.5), Scaled(0.25)), (Scaled(0.125), Scaled(1.0)), (Scaled(2.0), Scaled(0.0625))))),
+)
+
+
+def of_head(codec, head):
+    """The codecs of K and V of a head."""
+    return codec.heads[head % len(codec.heads)] if isinstance(codec, OfHeads) else (codec, codec)
 
 
 def random_tables(seed, batch, heads, dim):
@@ -128,7 +161,7 @@ def random_tables(seed, batch, heads, dim):
 )
 def test_a_segment_holds_the_coded_tokens_of_every_head(codec, appends, last, seed):
     """Ragged heads, empty heads, part of the rows at a time, room that grows; then a short last group."""
-    batch, heads, dim, bits, group, kivi = 2, 3, 16, codec.bits, codec.group, isinstance(codec, Packing)
+    batch, heads, dim, group, kivi = 2, 3, 16, codec.group, isinstance(codec, Packing)
     (channels, keep), generator = random_tables(seed, batch, heads, dim), torch.Generator().manual_seed(seed)
     segment = codec.segment(Extent(channels, np.full((batch, heads), 64), dim, torch.float64))
     want = {at: [(torch.empty(0, dim).double(),) * 2] for at in np.ndindex(batch, heads)}
@@ -141,12 +174,23 @@ def test_a_segment_holds_the_coded_tokens_of_every_head(codec, appends, last, se
         for (r, b), h in itertools.product(enumerate(rows), range(heads)):
             n = tokens if ragged is None else ragged[b, h]
             new = k[r, h, :n], v[r, h, :n]
+            of_keys, of_values = of_head(codec, h)
             if kivi:
-                new = fake_quantise_middle(*new, bits, group)
+                new = fake_quantise_middle(*new, codec.bits, group)
+            elif isinstance(of_keys, Scaled):
+                new = in_fp8(new[0], of_keys.scale), in_fp8(new[1], of_values.scale)
             elif keep[b, h].any():
                 coded = new[0].clone()
-                coded[:, keep[b, h]] = rotated(new[0][:, keep[b, h]], bits)
-                new = coded, rotated(new[1], bits)
+                coded[:, keep[b, h]] = rotated(new[0][:, keep[b, h]], of_keys.bits, of_keys.norm_correction)
+                even = isinstance(of_values, Even)
+                new = (
+                    coded,
+                    (
+                        fake_quantise(new[1], of_values.bits)
+                        if even
+                        else rotated(new[1], of_values.bits, of_values.norm_correction)
+                    ),
+                )
             want[b, h].append(new)
     segment = segment.select(torch.tensor([1, 0]), channels.select(torch.tensor([1, 0])), None)
     held = [0, 0]
@@ -156,12 +200,19 @@ def test_a_segment_holds_the_coded_tokens_of_every_head(codec, appends, last, se
         if not keep[b, h].any():
             assert len(got_k) == len(got_v) == 0
             continue
-        exact = {"rtol": 0, "atol": 0} if kivi else {}
+        of_keys, of_values = of_head(codec, h)
+        exact = {} if isinstance(of_keys, Rotation) else {"rtol": 0, "atol": 0}
         torch.testing.assert_close(got_k, k[:, keep[b, h]], **exact)
         torch.testing.assert_close(got_v, v, **exact)
-        count, cell = int(keep[b, h].sum()), group * bits // 8 + 2 * 8
-        held[0] += -(-len(k) // group) * -(-count // 16) * 16 * cell if kivi else len(k) * (-(-count * bits // 8) + 8)
-        held[1] += len(k) * (dim // group) * cell if kivi else len(k) * (dim * bits // 8 + 8)
+        count = int(keep[b, h].sum())
+        if kivi:
+            cell = group * codec.bits // 8 + 2 * 8
+            held[0] += -(-len(k) // group) * -(-count // 16) * 16 * cell
+            held[1] += len(k) * (dim // group) * cell
+        else:
+            for i, (one, n) in enumerate(((of_keys, count), (of_values, dim))):
+                codes = sum(-(-n * part // 8) for part in {2: [2], 3: [2, 1], 4: [4], 8: [8]}[one.bits])
+                held[i] += len(k) * (codes + 8 * {Scaled: 0, Rotation: 1, Even: 2}[type(one)])
     assert segment.held() == tuple(held)
 
 
@@ -318,7 +369,7 @@ def test_levels_and_distortion_are_those_of_lloyd_and_max():
     torch.testing.assert_close(centroids(2), torch.tensor([-1.510, -0.4528, 0.4528, 1.510]).double(), atol=5e-4, rtol=0)
     assert centroids(4)[[8, 15]].tolist() == pytest.approx([0.1284, 2.733], abs=5e-4)
     x = torch.randn(4000, 96, generator=torch.Generator().manual_seed(0))
-    for bits, want in ((2, 0.1175), (4, 0.009497)):
+    for bits, want in ((2, 0.1175), (3, 0.03454), (4, 0.009497)):
         packing = Rotation(bits)
         back = packing.decode(*packing.encode(x, True), True)
         assert float((back - x).square().sum() / x.square().sum()) == pytest.approx(want, rel=0.03)
@@ -343,3 +394,71 @@ def test_one_large_channel_does_not_spoil_the_others():
     x[:, 3] += 50
     back = packing.decode(*packing.encode(x, True), True)
     assert float((back - x).square().sum() / x.square().sum()) == pytest.approx(0.0095, rel=0.3)
+
+
+@pytest.mark.parametrize(("layers", "skip", "whole"), [(7, 2, [0, 1, 5, 6]), (3, 2, [0, 2]), (1, 2, []), (5, 0, [])])
+def test_layers_that_stay_whole_are_those_of_vllm(layers, skip, whole):
+    """The first and last n of all layers, n at most half of them."""
+    assert [i for i, stays in enumerate(TurboQuant(skip=skip).whole(layers)) if stays] == whole
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_a_corrected_vector_is_as_long_as_it_was(bits):
+    x = torch.randn(50, 24, generator=torch.Generator().manual_seed(1))
+    back = Rotation(bits, norm_correction=True)
+    back = back.decode(*back.encode(x, True), True)
+    torch.testing.assert_close(back.norm(dim=1), x.norm(dim=1))
+
+
+# FP8
+
+
+@given(st.integers(0, 126), st.floats(0, 1), st.sampled_from([1.0, 0.37, 2.0**-9]), st.sampled_from([-1, 1]))
+def test_a_number_is_stored_as_the_nearest_of_e4m3(code, between, scale, sign):
+    """Also halfway between two of them, and beyond the largest, 448."""
+    numbers = torch.cat([of_e4m3(), torch.tensor([1000.0])]).double()
+    x = sign * (numbers[code] + torch.tensor([0, between, 0.5]) * (numbers[code + 1] - numbers[code]))[:, None]
+    x = (x * scale).float()
+    codes, none = Scaled(scale).encode(x, True)
+    assert (codes.shape, none.shape) == ((3, 1), (3, 0))
+    want = in_fp8(x, scale)
+    torch.testing.assert_close(Scaled(scale).decode(codes, none, True), want, rtol=1e-6, atol=0)
+    assert want.abs().max() <= 448 * scale * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("scales", ["one", "tensor", "head"])
+def test_fp8_generates_as_a_dense_cache_whose_middle_is_rounded(scales):
+    """The scales are those of the largest numbers of the samples, here of the prompts themselves."""
+    model, sizes = tiny_model("llama"), (2, 6, 8)
+    ids, mask = left_padded([40, 40], 3)
+    dense, chosen = prefill(model, ids, None, 8), FP8(scales=scales, samples=1)
+    chosen.calibrate(lambda sample, queries: dense, _tokenizer(), model.config)
+    middles = [Middle(bits=chosen.of_layer(index, dense)) for index in range(LAYERS)]
+    layers = []
+    for layer in dense.layers:
+        found = [x.abs().amax((0, 2, 3)) / 448 for x in (layer.keys, layer.values)]  # [H]
+        if scales != "head":
+            found = [x.amax().expand(HEADS) if scales == "tensor" else torch.ones(HEADS) for x in found]
+        layers.append(RoundedOracle(sizes, found))
+    want = run(model, Cache(layers=layers), ids, mask, 20, "oracle")
+    compare(run(model, compressed_cache(model, middles, *sizes, backend="torch"), ids, mask, 20, ATTENTION), want)
+
+
+class RoundedOracle(OracleLayer):
+    """An OracleLayer whose tokens are rounded to FP8 when they enter the middle; scales of K and V, each [H]."""
+
+    def __init__(self, sizes, scales):
+        super().__init__(torch.ones(HEADS, DIM, dtype=torch.bool), *sizes)
+        self.scales = scales
+
+    def leave(self, real, due):
+        for b, (first, n) in enumerate(zip(self.left, due, strict=True)):
+            moved = real[b].nonzero()[first : first + n, 0]
+            for h in range(HEADS):
+                for x, scale in zip((self.keys, self.values), self.scales, strict=True):
+                    x[b, h, moved] = in_fp8(x[b, h, moved], scale[h])
+        super().leave(real, due)
+
+
+def _tokenizer():
+    return load_config(ModelConfig())[1]

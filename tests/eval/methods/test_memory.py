@@ -65,7 +65,14 @@ def made(model, masks):
         for choice in axes.values():
             if isinstance(choice, dict) and choice["name"] in ("double_sparsity", "double_sparsity_channels"):
                 choice.update(samples=1, length=256)
-            if isinstance(choice, dict) and choice["name"] in ("duo_attention", "pair_energy", "pca", "static_norm"):
+            if isinstance(choice, dict) and choice["name"] in (
+                "duo_attention",
+                "fp8",
+                "kq_svd",
+                "pair_energy",
+                "pca",
+                "static_norm",
+            ):
                 choice["length"] = 1024
     found = [build_method(name, given[name]) for name in NAMES]
     _, tokenizer = load_config(ModelConfig())

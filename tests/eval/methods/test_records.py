@@ -11,6 +11,7 @@ from leank.eval.inference.decode import greedy
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import prefill
 from leank.eval.methods import build_method
+from leank.eval.methods.bits.kq_svd import KQSVD
 from leank.eval.methods.bits.pca import PCA, Coordinates
 from leank.eval.methods.bits.spark import INTEGER, Records, SparK, query_norms
 from leank.eval.methods.channels.pair_energy import PairEnergy
@@ -92,6 +93,27 @@ def test_pca_keeps_the_directions_of_most_energy():
             torch.testing.assert_close(lost, singular[4:].square().sum())
 
 
+@settings(deadline=None, max_examples=20)
+@given(st.sampled_from([0.25, 0.5, 0.75]), st.sampled_from([9, 40]), st.integers(0, 99))
+def test_kq_svd_has_the_best_logits_of_its_rank(ratio, length, seed):
+    """The error in K Q^T of two samples is that of their truncated SVD (Eckart and Young), also for few keys."""
+    model, (_, tokenizer) = tiny_model("llama"), load_config(ModelConfig())
+    ids, _ = left_padded([length] * 2, seed)
+    passes = [prefill(model, ids[i : i + 1], None, 0, obs_queries=length) for i in range(2)]
+    choice, left = KQSVD(ratio, samples=2, length=512), iter(passes)
+    choice.calibrate(lambda sample, queries: next(left), tokenizer, model.config)
+    kept = DIM - pruned(DIM, ratio)
+    for index, head in np.ndindex(LAYERS, HEADS):
+        layers = [one.layers[index] for one in passes]
+        keys = torch.cat([layer.keys[0, head] for layer in layers])
+        queries = torch.cat([layer.queries[0, 2 * head + i] for layer in layers for i in range(2)])
+        code = choice.of_layer(index, passes[0])
+        read = code.decode(code.encode(keys.expand(1, HEADS, -1, -1), ROWS), ROWS)[0, head]
+        lost = ((keys - read) @ queries.T).square().sum()
+        best = torch.linalg.svdvals(keys @ queries.T)[kept:].square().sum()
+        torch.testing.assert_close(lost, best, rtol=1e-6, atol=1e-8 * float((keys @ queries.T).square().sum()))
+
+
 def test_pair_energy_keeps_whole_pairs_and_no_mask_of_axes_keeps_more_than_pca():
     pairs, model, found = calibrated(PairEnergy(0.5, samples=1, length=512))
     basis = calibrated(PCA(0.5, samples=1, length=512))[0].basis()
@@ -147,7 +169,7 @@ def test_records_take_no_choice_of_channels():
         chosen.cache(model, prefill(model, ids, None, 0, obs_queries=32))
 
 
-@pytest.mark.parametrize("name", ["pca", "spark"])
+@pytest.mark.parametrize("name", ["kq_svd", "pca", "spark"])
 def test_match_moves_the_ratio(name):
     config, _ = load_config(ModelConfig())
     one = build_method(name, {"bits": {"name": name}}, {"sink": 4, "window": 32})
