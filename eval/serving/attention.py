@@ -17,7 +17,7 @@ from torch import Tensor
 from leank.eval.cache.attention import dense
 from leank.eval.serving.layout import PageGroup, PageLayout, Stripe
 
-QUERIES = 64  # queries of generated positions that are computed at a time
+LOGITS = 2**24  # of generated positions that are computed at a time: 64 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -217,15 +217,15 @@ def prefill(
     """
     dense = len(q) - step.generated
     out = torch.empty_like(q)
-    past_k, past_v = _past(layout, layer, pages, step, k)
-    keys, values = torch.cat([past_k, k]), torch.cat([past_v, v])
+    keys, values = _with_past(layout, layer, pages, step, k, v)
     if dense:
         for heads, some in _by_sight(layout, layer, step, keys, values):
             of_heads = heads.repeat_interleave(q.shape[1] // len(heads))
             mine_k, mine_v = (x[: len(x) - step.generated, heads] for x in some)
             out[:dense, of_heads] = _causal(q[:dense, of_heads], mine_k, mine_v, scaling)
-    for start in range(dense, len(q), QUERIES):
-        at = torch.arange(start, min(start + QUERIES, len(q)), device=q.device)
+    queries = max(1, LOGITS * k.shape[1] // (q.shape[1] * len(keys)))
+    for start in range(dense, len(q), queries):
+        at = torch.arange(start, min(start + queries, len(q)), device=q.device)
         out[at] = _as_decoding(layout, layer, q[at], keys, values, step.first + at, scaling)
     return out
 
@@ -251,26 +251,30 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
 def _as_decoding(layout: PageLayout, layer: int, q: Tensor, k: Tensor, v: Tensor, at: Tensor, scaling: float) -> Tensor:
     """Attention of queries q [n, Hq, D] at positions `at` [n] as if each were decoded, over k, v [T, H, D]."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    heads = layout.kept.layers[layer]
-    keep = torch.zeros(k.shape[1:], dtype=torch.bool, device=k.device)
-    for row, head in zip(keep, heads, strict=True):
-        row[head.channels] = True
     token, query = torch.arange(len(k), device=k.device), at[:, None]
     middle = (token >= layout.sink) & (token < query - layout.window)  # [n, T]
-    of_heads = q.unflatten(1, (len(heads), -1)).permute(1, 2, 0, 3).to(wide) * scaling  # [H, G, n, D]
-    keys = k.to(wide)
-    whole, kept = (of_heads @ x.permute(1, 2, 0)[:, None] for x in (keys, keys * keep))  # [H, G, n, T]
-    kept = kept.masked_fill(~keep.any(-1)[:, None, None, None], -torch.inf)
-    logits = torch.where(middle, kept, whole).masked_fill(token > query, -torch.inf)
-    out = logits.softmax(-1) @ v.transpose(0, 1)[:, None].to(wide)  # [H, G, n, D]
-    return out.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+    of_heads = q.unflatten(1, (k.shape[1], -1)).to(wide) * scaling  # [n, H, G, D]
+    out = torch.empty_like(of_heads)
+    for head, stripes in enumerate(layout.kept.layers[layer]):  # one after the other, which bounds the memory
+        mine, key = of_heads[:, head].transpose(0, 1), k[:, head].to(wide)  # [G, n, D], [T, D]
+        logits = mine @ key.T
+        if stripes.k.count:
+            logits = torch.where(middle, mine[..., stripes.channels] @ key[:, stripes.channels].T, logits)
+        else:
+            logits.masked_fill_(middle, -torch.inf)
+        weight = logits.masked_fill_(token > query, -torch.inf).softmax(-1)
+        out[:, head] = (weight @ v[:, head].to(wide)).transpose(0, 1)
+    return out.flatten(1, 2).to(q.dtype)
 
 
-def _past(layout: PageLayout, layer: int, pages: Tensor, step: Chunk, like: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V [first, H, D] before the chunk, with zeros for what is not stored."""
-    k, v = (like.new_zeros(step.first, *like.shape[1:]) for _ in range(2))
+def _with_past(
+    layout: PageLayout, layer: int, pages: Tensor, step: Chunk, new_k: Tensor, new_v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """K and V [T, H, D] of the chunk behind those before it, with zeros for what is not stored."""
     if not step.first:
-        return k, v
+        return new_k, new_v
+    k, v = (x.new_zeros(step.first + len(x), *x.shape[1:]) for x in (new_k, new_v))
+    k[step.first :], v[step.first :] = new_k, new_v
     at = step.whole.at[0]
     for head, (kept, rest) in enumerate(
         zip(*(group.layers[layer] for group in (layout.kept, layout.rest)), strict=True)
@@ -278,7 +282,7 @@ def _past(layout: PageLayout, layer: int, pages: Tensor, step: Chunk, like: Tens
         for x, stripes in ((k, (kept.k, rest.k)), (v, (kept.v, rest.v))):
             to = kept.channels if x is k else slice(None)
             if stripes[0].width:
-                x[:, head, to] = _blocks(layout.kept, pages, stripes[0], step.blocks[None])[0, : step.first]
+                x[: step.first, head, to] = _blocks(layout.kept, pages, stripes[0], step.blocks[None])[0, : step.first]
             to = rest.channels if x is k else slice(None)
             if stripes[1].width:
                 x[at[:, None] if x is k else at, head, to] = _at(layout.rest, pages, stripes[1], step.whole)[0]

@@ -7,8 +7,11 @@ cache of `kept`, so that vLLM hands every one of them the block table of that gr
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -119,6 +122,32 @@ def flash(head_dim: int) -> Varlen:
     return varlen
 
 
+STATES: WeakSet[Any] = WeakSet()  # the tables of requests that vLLM's V2 runner has in this process
+
+
+def watch() -> None:
+    """Learn of those tables when a request comes; they say on the host what a step's metadata have on the GPU."""
+    from vllm.v1.worker.gpu.states import RequestState
+
+    add = RequestState.add_request
+    if hasattr(add, "leank"):
+        return
+
+    @functools.wraps(add)
+    def add_request(self: Any, *args: Any, **kwargs: Any) -> None:
+        STATES.add(self)
+        add(self, *args, **kwargs)
+
+    add_request.leank = True  # type: ignore[attr-defined]
+    RequestState.add_request = add_request
+
+
+def all_new(states: Iterable[Any]) -> bool:
+    """Whether it is known that no request came with a part of its reply, as a preempted one comes back."""
+    came = [state.prefill_len.np > state.prompt_len.np for state in states]
+    return bool(came) and not any(resumed.any() for resumed in came)
+
+
 @dataclass
 class GroupStep:
     """What vLLM says of one step to one group.
@@ -148,9 +177,9 @@ class GroupStep:
             return DeviceStep(decodes, self.lengths, tables, slots)
         lengths = self.known if self.table.is_cuda and self.known is not None else self.lengths
         ends = lengths[:count].tolist()
-        prompts = (
-            ends if self.prompts is None else self.prompts[:count].tolist()
-        )  # in a dummy step nothing was generated
+        # nothing was generated in a dummy step; on a GPU, asking for the lengths would wait for the step before
+        asked = self.prompts if self.prompts is not None and not (self.prompts.is_cuda and all_new(STATES)) else None
+        prompts = ends if asked is None else asked[:count].tolist()
         if not self.table.is_cuda:
             return Step(layout, self.starts, ends, prompts, *tables)
         again = [i for i in range(decodes, count) if ends[i] > prompts[i]]
@@ -178,6 +207,7 @@ class GroupStepBuilder(AttentionMetadataBuilder[GroupStep]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if device.type == "cuda":
             self._init_reorder_batch_threshold(1)  # requests that decode come first
+            watch()
             vllm_config.compilation_config.static_forward_context[REST].use_kernel(device, vllm_config)
 
     def build(

@@ -57,6 +57,7 @@ class RestManager(SlidingWindowManager):
 
     def __init__(self, kv_cache_spec: RestSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
+        self.cap: int | None = kwargs.get("max_admission_blocks_per_request")  # vLLM's name differs between versions
         self.pages = kv_cache_spec.pages
         self._freed: dict[str, int] = {}  # request -> the page up to which its middle is freed
 
@@ -108,7 +109,7 @@ class RestManager(SlidingWindowManager):
         hits = self._still_read(new_computed_blocks, total_computed_tokens)
         taken = self._get_num_evictable_blocks(hits)
         if apply_admission_cap:
-            most = min(self.max_admission_blocks_per_request or num_tokens, -(-num_tokens // self.block_size))
+            most = min(self.cap or num_tokens, -(-num_tokens // self.block_size))
             real = sum(not block.is_null for block in (*held, *hits))
             return max(0, most - real) + taken
         return sum(self.pages.new(max(len(held), len(new_computed_blocks)), num_tokens)) + taken

@@ -13,7 +13,7 @@ from leank.eval.serving.layout import HEAD_DIMS, PageLayout
 from leank.mask import ChannelMask, mask_file
 from leank.typed import Checked, Count, Positive
 
-VERSIONS = ("0.31", "0.32")  # the minor versions of vLLM whose interfaces the plug-in uses
+VERSIONS = ("0.30", "0.31", "0.32")  # the minor versions of vLLM whose interfaces the plug-in uses
 
 NAMES = {"mask": "LEANK_MASK", "sink": "LEANK_SINK", "window": "LEANK_WINDOW"}
 DEFAULTS = {"sink": Sizes.sink, "window": Sizes.window}

@@ -10,6 +10,7 @@
     python -m scripts.bench.serving same OUT               # the table of what OUT holds
     python -m scripts.bench.serving load http://127.0.0.1:8000 --requests 500
     python -m scripts.bench.serving offline OUT --at-once 1 8 64 256 --lengths 2048 65536
+    python -m scripts.bench.serving speed OUT --batches 1x4096 64x4096 8x32768
 
 They run in an environment with vLLM (`make vllm-test` makes one), not in the one of the other benchmarks.
 
@@ -21,6 +22,8 @@ offline
       a load on an engine in this process, one row per bound on the requests under way (`--stock` = without the mask).
       Requests arrive at random (Poisson), half of them behind a shared prefix, and some are cancelled. A fixed set of
       prompts is asked before, during and after the load; a wrong reply is one that differs although the model was sure
+speed a row per batch of prompts that are sent at once: the time until the first of them has a token, and the median
+      time of the steps in which all of them decode (`--stock` = without the mask)
 """
 
 from __future__ import annotations
@@ -75,6 +78,7 @@ AT_ONCE = 32  # requests under way at a time
 PATIENCE = 60  # seconds until the server has freed what cancelled requests held
 PROBES = 8  # prompts whose replies are compared before, during and after a load
 PREFIXES = 4  # shared prefixes, each half as long as the shortest prompt
+STEPS = 60  # in which all requests of a batch decode
 SURE = 0.5  # nats by which the best token leads the second; rounding changes no such token
 
 
@@ -418,43 +422,71 @@ def under_load(llm: Any, load: Load, seed: int = 0) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def speed(llm: Any, count: int, length: int) -> dict[str, Any]:
+    """Send prompts at once; returns the row of this batch, with times in seconds."""
+    config, draw = llm.llm_engine.vllm_config, random.Random(0)
+    vocabulary, step = config.model_config.get_vocab_size(), config.scheduler_config.max_num_batched_tokens
+    tokens = STEPS + count * (1 + length // step) + 1  # so none is done before all have begun
+    asked = [Asked([draw.randrange(10, vocabulary) for _ in range(length)], tokens) for _ in range(count)]
+    drive(llm, asked, count)
+    begin, end = max(one.times[0] for one in asked), min(one.times[-1] for one in asked)
+    steps = [b - a for a, b in pairwise(asked[0].times) if begin <= a and b <= end]
+    return {
+        "requests": count, "prompt": length, "tokens admitted": config.cache_config.kv_cache_size_tokens,
+        "first token": round(min(one.times[0] for one in asked), 4), "steps": len(steps),
+        "step": round(float(torch.tensor(steps).median()), 5),
+    }  # fmt: skip
+
+
 def _percentiles(values: list[float]) -> list[float]:
     return [round(float(x), 4) for x in torch.tensor(values).quantile(torch.tensor([0.5, 0.99]))] if values else []
 
 
 def loaded(args: argparse.Namespace) -> None:
-    """Print a row for each bound on the requests under way, and write it to OUT."""
+    """Print a row for each batch, or for each bound on the requests under way, and write it to OUT."""
     shortest, longest = args.lengths
+    batches = [tuple(map(int, batch.split("x"))) for batch in args.batches] if args.action == "speed" else []
+    longest = max([longest, *(length + STEPS + 2 * count * (1 + length // 512) for count, length in batches)])
     settings = {
         "model": args.model, "dtype": args.dtype, "block_size": args.block_size, "skip_tokenizer_init": True,
-        "max_model_len": max(longest, max(LENGTHS) + 512) + args.reply + REPLY, "max_num_seqs": max(args.at_once),
+        "max_model_len": max(longest, max(LENGTHS) + 512) + args.reply + REPLY,
+        "max_num_seqs": max([*args.at_once, *(count for count, _ in batches)]),
         **json.loads(args.settings),
     }  # fmt: skip
     llm = engine(None if args.stock else args.mask, **settings)
     if not args.stock:
         check(llm)
-    for at_once in args.at_once:
+    form = "stock" if args.stock else "mask"
+    for count, length in batches:
+        speed(llm, 1, length)  # what the first step of a length compiles
+        row = json.dumps({"stock": args.stock, **speed(llm, count, length)})
+        (Path(args.where) / f"speed_{form}_{count}x{length}.json").write_text(row)
+        print(row, flush=True)
+    for at_once in args.at_once if args.action == "offline" else ():
         load = Load(args.requests, at_once, args.rate, shortest, longest, args.reply, args.cancel)
         row = json.dumps({"stock": args.stock, **under_load(llm, load, args.seed)})
-        (Path(args.where) / f"load_{'stock' if args.stock else 'mask'}_{at_once}.json").write_text(row)
+        (Path(args.where) / f"load_{form}_{at_once}.json").write_text(row)
         print(row, flush=True)
 
 
 def main() -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["same", "load", "offline"])
-    parser.add_argument("where", metavar="OUT|URL", help="same, offline: folder; load: of the server")
+    parser.add_argument("action", choices=["same", "load", "offline", "speed"])
+    parser.add_argument("where", metavar="OUT|URL", help="load: of the server; else a folder")
     parser.add_argument("variant", nargs="?", choices=["cache", *VARIANTS], help="same")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--block-size", type=int, default=32, help="same, offline")
-    parser.add_argument("--dtype", default="float32", help="same, offline")
-    parser.add_argument("--mask", type=Path, default=MASK, help="same, offline")
-    parser.add_argument("--model", default=str(REFERENCE), help="offline: a folder")
-    parser.add_argument("--stock", action="store_true", help="offline: without the mask")
-    parser.add_argument("--settings", default="{}", help="offline: more settings of vllm.LLM, as JSON")
+    parser.add_argument("--block-size", type=int, default=32, help="of same, offline and speed")
+    parser.add_argument("--dtype", default="float32", help="of same, offline and speed")
+    parser.add_argument("--mask", type=Path, default=MASK, help="of same, offline and speed")
+    parser.add_argument("--model", default=str(REFERENCE), help="offline, speed: a folder")
+    parser.add_argument("--stock", action="store_true", help="offline, speed: without the mask")
+    parser.add_argument("--settings", default="{}", help="offline, speed: more settings of vllm.LLM, as JSON")
     parser.add_argument("--at-once", type=int, nargs="+", default=[AT_ONCE], help="offline: requests under way")
+    parser.add_argument(
+        "--batches", nargs="+", default=["1x1024", "4x1024"], help="speed: requests x tokens of a prompt"
+    )
     parser.add_argument("--rate", type=float, default=4, help="offline: requests that arrive in a second")
     parser.add_argument("--lengths", type=int, nargs=2, default=(512, 2048), help="offline: tokens of a prompt")
     parser.add_argument("--reply", type=int, default=64, help="offline: most tokens of a reply")
@@ -465,7 +497,7 @@ def main() -> None:
         return
     out = Path(args.where)
     out.mkdir(parents=True, exist_ok=True)
-    if args.action == "offline":
+    if args.action in ("offline", "speed"):
         loaded(args)
         return
     if args.variant:

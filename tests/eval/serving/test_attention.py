@@ -4,10 +4,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
+from leank.eval.serving import attention
 from leank.eval.serving.attention import Step, attend
 from leank.eval.serving.layout import PageLayout
 from leank.eval.serving.plan import RestBlocks
@@ -116,7 +119,9 @@ def test_chunks_read_a_pruned_middle_and_all_of_themselves(chunk):
         torch.testing.assert_close(out, plainly(server.keep, k, v, q, first, end - first))
 
 
-def test_positions_that_a_preempted_request_generated_read_what_they_read_before():
+@pytest.mark.parametrize("logits", [attention.LOGITS, 3000, 1])
+def test_positions_that_a_preempted_request_generated_read_what_they_read_before(logits, monkeypatch):
+    monkeypatch.setattr(attention, "LOGITS", logits)
     server = Server(5)
     k, v, q = tokens(server.generator, 140)
     wanted = decoded_by_the_cache(server.keep, 60, k, v, q)
@@ -126,6 +131,27 @@ def test_positions_that_a_preempted_request_generated_read_what_they_read_before
     (first,) = server.step([("in chunks", 60, k[:100], v[:100], q[:100], 100)])
     (second,) = server.step([("in chunks", 60, k[100:], v[100:], q[100:], 140)])
     torch.testing.assert_close(torch.cat([first, second])[60:], wanted)
+
+
+class Largest(TorchDispatchMode):
+    """The numbers of the largest tensor that was made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        self.numbers = max([self.numbers, *(x.numel() for x in tree_leaves(made) if isinstance(x, torch.Tensor))])
+        return made
+
+
+def test_a_long_reply_that_is_computed_again_takes_no_more_memory_than_its_k_and_v(monkeypatch):
+    monkeypatch.setattr(attention, "LOGITS", 2**14)
+    server = Server(7)
+    k, v, q = tokens(server.generator, 1200)
+    server.step([("again", 100, k[:100], v[:100], q[:100], 100)])
+    with Largest() as largest:
+        server.step([("again", 100, k[100:], v[100:], q[100:], 1200)])
+    assert largest.numbers <= q.numel()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

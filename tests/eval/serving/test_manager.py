@@ -2,7 +2,9 @@
 
 import random
 from importlib.util import find_spec
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +15,26 @@ pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, in an environment of its own: make vllm-test"),
 ]
 SINK, WINDOW, BLOCK = 4, 24, 16
+
+
+def test_vllm_keeps_every_page_behind_the_window_because_the_sink_is_there():
+    from leank.eval.serving.manager import RestSpec
+
+    common = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32, "block_size": BLOCK}
+    spec = RestSpec(**common, sliding_window=WINDOW + 1, sink=SINK, hit=BLOCK, every=0, hits=False)
+    assert spec.num_retained_tokens == 0  # the V2 runner of vLLM 0.33 nulls pages before as many tokens, unless it is 0
+
+
+def test_lengths_of_prompts_are_asked_for_only_where_a_reply_is_computed_again():
+    from leank.eval.serving.backend import all_new
+
+    def table(prefill, prompt):
+        lengths = {"prefill_len": prefill, "prompt_len": prompt}
+        return SimpleNamespace(**{name: SimpleNamespace(np=np.array(x)) for name, x in lengths.items()})
+
+    assert all_new([table([7, 0], [7, 0])])
+    assert not all_new([table([7, 9], [7, 5])])
+    assert not all_new([])  # another runner, of which nothing is known
 
 
 class Books:
@@ -45,7 +67,7 @@ class Books:
         self.manager = KVCacheManager(
             config, 1000, BLOCK, layout.rest.block, max_in_flight_tokens=step, enable_caching=caching
         )
-        self.most = self.manager.coordinator.single_type_managers[1].max_admission_blocks_per_request
+        self.most = self.manager.coordinator.single_type_managers[1].cap
         self.content, self.hits = {}, 0
         hasher = get_request_block_hasher(layout.rest.block, sha256)
         self.request = lambda name, tokens: Request(
