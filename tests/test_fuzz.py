@@ -151,6 +151,8 @@ def base_of_evaluation(choice):
         OmegaConf.load(ROOT / f"conf/eval/benchmark/{name if kind == 'benchmark' else 'ruler'}.yaml")
     )
     benchmark |= SMALL.get(benchmark["name"], {"path": "/dev/null"})
+    if name == "nolima":
+        benchmark["lengths"] = [1000]  # the reference model has 8,192 positions
     method = {kind: {"name": name}} if name and kind != "benchmark" else {"channels": {"name": "random"}}
     if name.startswith("leank"):
         method["channels"]["mask"] = MASK
