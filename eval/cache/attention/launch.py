@@ -160,7 +160,7 @@ def banded_kernels(store: Store) -> CodecKernels:
     assert isinstance(tail, PageSegment)
     n, pages = codec.counts, tuple(page_room(form, base.shape[-1], base.itemsize) for form in codec.forms)
     cost = [page[0] / (PAGE * base.itemsize) for page in tail.page_bytes()]
-    signs = n[:, 0] | n[:, 1] << 8 | n[:, 2] << 16, n[:, 3] | n[:, 4] << 8 | codec.form_of_heads << 16
+    signs = n[:, 0] | n[:, 1] << 10 | n[:, 2] << 20, n[:, 3] | n[:, 4] << 10 | codec.form_of_heads << 20
 
     def config(tile_rows: int, few: bool) -> Config:
         # `banded.stages_of` says how many pages each form asks for ahead, so that all launches have one compiled kernel

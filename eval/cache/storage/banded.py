@@ -1,15 +1,22 @@
 """A middle in the bits that a mask's layout gives each channel (`leank.precision`): a codec of pages.
 
-A page of K is one band after the other, the widest first, and each band is a page of KIVI's codec (`quantised`) for as
-many channels as have that width; a band of 16 bits holds its numbers channel by channel, [C, 64], as an unpacked middle
-does. A page of V is KIVI's page of the head's width, or [D, 64] of plain numbers.
+A page of K is up to four bands, the widest first: of 16 bits, which holds numbers channel by channel, [C, 64], as an
+unpacked middle does; of 8 and of 4 bits, a page of KIVI's codec each (`quantised`); and the *narrow* one of 3 and 2
+bits. A page of V is KIVI's page of the head's width, or [D, 64] of plain numbers.
 
-A kernel is compiled for a few *forms*: the room of every band, in steps that a GPU multiplies, and the bits of V. A
-head is read by the first form that has room for its bands.
+The narrow band has two *planes*: the lower two bits of all channels, then the third bit of those that have one, which
+come first. Channel c lies in line c // 2. A thread that multiplies has both planes' bits of its lines, four of each:
 
-    K of a head with 20 channels at 16 bits, 32 at 4 and 16 at 2, in bfloat16:
-    | 64 x 32 numbers | codes of 32 | scales of 32 | codes of 16 | scales of 16 |
-      4096 bytes        1024          128            256           64
+    lower bits  [32, C / 2]   a byte for the two channels of a line, and for tokens t and t + 32
+    third bit   [32, C3 / 4]  a byte also for the line that is four further on
+    scales      as in `quantised`, of channels 0, 2, 4, ..., then 1, 3, 5, ...
+
+C and C3 are the channels with 2 bits or more, and with 3, rounded up to 16. A kernel is compiled for a few *forms*: the
+room of every band, in steps that a GPU multiplies, and the bits of V. A head is read by the first form that has room.
+
+    K of a head with 20 channels at 16 bits, 32 at 4, 16 at 3 and 16 at 2, in bfloat16:
+    | 64 x 32 numbers | codes of 32 | scales of 32 | lower bits of 32 | third of 16 | scales of 32 |
+      4096 bytes        1024          128            512                128           128
 """
 
 from __future__ import annotations
@@ -19,17 +26,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from leank.eval.cache.storage.codecs import BandCodec, PageCodec, PageSegment
-from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.codecs import BandCodec, PageCodec, PageSegment, fold, unfold
+from leank.eval.cache.storage.quantised import K_FOLDS, Packing, quantise, restore
 from leank.eval.cache.storage.segment import PAGE, Count, Extent, round_up
-from leank.precision import GROUP, KEY_BITS, ROOM, WHOLE, Precision, value_group
+from leank.precision import GROUP, ROOM, WHOLE, Precision, value_group
 
 
 class Whole(PageCodec):
@@ -70,11 +77,70 @@ class Whole(PageCodec):
 WHOLE_BAND = Whole()
 
 
-BANDS = tuple(reversed(KEY_BITS[1:]))  # bits, the widest first
-LEAST_LINES = 32  # lines of codes that a product takes, a byte each; codes of 2 bits are two channels to a line
+@dataclass(frozen=True)
+class Narrow(PageCodec):
+    """A band of channels of K in 3 bits, then in 2.
+
+    channels, third: how many there are, and how many have a third bit
+    """
+
+    channels: int
+    third: int
+
+    def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
+        """Codes [R, n, d] and scales [R, n / GROUP, d, 2]; see `quantise`."""
+        top = torch.full((self.channels,), 3)
+        top[: self.third] = 7
+        return quantise(x, GROUP, top.to(x.device))
+
+    def decode(self, codes: Tensor, numbers: Tensor, keys: bool) -> Tensor:
+        """The vectors [..., n, d] of codes and scales from `encode`."""
+        return restore(codes, numbers, GROUP)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [round_up(self.channels, ROOM) * PAGE // 4, round_up(self.third, ROOM) * PAGE // 8]
+
+    def pages(self, head_dim: int, channels: Count, dtype: torch.dtype) -> tuple[tuple[Count, Any], tuple[int, int]]:
+        """For K: bytes of a page's planes, and of its scales; there is no V of this form."""
+        return (sum(self._sizes), round_up(self.channels, ROOM) * 2 * dtype.itemsize), (0, 0)
+
+    def pack(self, codes: Tensor, numbers: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
+        """Planes of whole pages."""
+        spare = -self.channels % ROOM
+        codes, scales = pad(codes, (0, spare)), pad(numbers, (0, 0, 0, spare)).mT
+        third = codes[..., : round_up(self.third, ROOM)] >> 2 & 1
+        planes = fold(_in_lines(codes & 3), K_FOLDS[2]), fold(_in_pairs_of_lines(third), K_FOLDS[1])
+        return torch.cat([x.flatten(-2) for x in planes], -1), _in_lines(scales).mT.unflatten(-2, (-1, 2)).mT.flatten(-4)
+
+    def unpack(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> tuple[Tensor, Tensor]:
+        """Codes [..., 64, d] and scales of the planes that `pack` made."""
+        lower, third = (x.unflatten(-1, (PAGE // 2, -1)) for x in codes.split(self._sizes, -1))
+        found = unfold(lower, K_FOLDS[2]).unflatten(-1, (2, -1)).mT.flatten(-2)[..., :dim]
+        pairs = unfold(third, K_FOLDS[1]).unflatten(-1, (2, 2, -1, 4))  # places of a pair, channels of a line
+        found[..., : self.third] |= pairs.permute(*range(third.dim() - 1), -2, -4, -1, -3).flatten(-4)[
+            ..., : self.third
+        ] << 2
+        scales = numbers.unflatten(-1, (1, -1, 2, 2)).mT.flatten(-3, -2)
+        return found, scales.mT.unflatten(-1, (2, -1)).mT.flatten(-2).mT[..., :dim, :]
+
+
+def _in_lines(x: Tensor) -> Tensor:
+    """Channels 0, 2, 4, ... of x [..., C], then 1, 3, 5, ...: a line has one of each."""
+    return x.unflatten(-1, (-1, 2)).mT.flatten(-2)
+
+
+def _in_pairs_of_lines(x: Tensor) -> Tensor:
+    """Likewise of lines l and l + 4 that share bytes: the first of each pair, channels 0 and then 1, then the second."""
+    pairs = x.unflatten(-1, (-1, 2, 4, 2))
+    return pairs.permute(*range(x.dim() - 1), -3, -1, -4, -2).flatten(-4)
+
+
+BANDS = 4  # of 16, 8 and 4 bits, and the narrow one
+LEAST_LINES = 32  # lines of codes that a product takes, a byte each; a line of the narrow band has two channels
 MOST_FORMS = 4  # of heads, where V has not more widths: each takes some ten seconds to compile
 PAGE_ROOM = 26_000  # bytes: with four such pages on its way, a program leaves a GPU's multiprocessor room for another
-Form = tuple[int, ...]  # room for channels of each band, in the order of BANDS, then the bits of V
+Form = tuple[int, ...]  # room for channels of each band, then the bits of V
 
 
 @dataclass(frozen=True)
@@ -103,7 +169,7 @@ class Banded(BandCodec):
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """Channels of every band, [H, bands]."""
+        """Channels in 16, in 8 and in 4 bits, narrow ones, and those of them with 3 bits, [H, 5]."""
         return counts(np.array(self.key_bits))
 
     @cached_property
@@ -118,9 +184,11 @@ class Banded(BandCodec):
 
     @cached_property
     def _bands(self) -> list[list[tuple[PageCodec, int]]]:
-        codecs = [_packing(width, GROUP) for width in BANDS]
-        found = [[(c, n) for c, n in zip(codecs, of_head, strict=True) if n] for of_head in self.counts.tolist()]
-        return [of_head or [(WHOLE_BAND, 0)] for of_head in found]
+        found = []
+        for *of_bands, third in self.counts.tolist():
+            bands = zip((WHOLE_BAND, Packing(8, GROUP), Packing(4, GROUP), Narrow(of_bands[-1], third)), of_bands, strict=True)
+            found.append([(codec, n) for codec, n in bands if n] or [(WHOLE_BAND, 0)])
+        return found
 
     @cached_property
     def _values(self) -> list[PageCodec]:
@@ -142,7 +210,7 @@ class Banded(BandCodec):
 
     def segment(self, extent: Extent) -> PageSegment:
         """An empty segment. Raises ValueError if other channels are kept than have bits."""
-        if (extent.channels.count != self.counts.sum(-1)).any():
+        if (extent.channels.count != self.counts[:, :BANDS].sum(-1)).any():
             raise ValueError("a layout of bits says itself which channels are kept; leave out another choice of them")
         return super().segment(extent)
 
@@ -166,8 +234,8 @@ def _packing(bits: int, group: int) -> PageCodec:
 
 
 def counts(key_bits: np.ndarray) -> np.ndarray:
-    """Channels of every band [..., bands] of key_bits [..., D]."""
-    return np.stack([(key_bits == width).sum(-1) for width in BANDS], -1)
+    """Channels in 16, in 8 and in 4 bits, narrow ones, and those of them with 3 bits, [..., 5] of key_bits [..., D]."""
+    return np.stack([np.isin(key_bits, bits).sum(-1) for bits in (16, 8, 4, (2, 3), 3)], -1)
 
 
 def codecs(precision: Precision) -> list[Banded]:
@@ -207,8 +275,9 @@ def forms(precision: Precision) -> tuple[Form, ...]:
 
 def page_room(form: Form, head_dim: int, itemsize: int) -> int:
     """Bytes of a page of K and V for which a form has room."""
-    of_bits = [(bits, PAGE * itemsize if bits == WHOLE else PAGE * bits // 8 + 2 * itemsize) for bits in BANDS]
-    return sum(n * size for n, (_, size) in zip(form, of_bits, strict=False)) + head_dim * dict(of_bits)[form[-1]]
+    of_channel = (PAGE * itemsize, *(PAGE * bits // 8 + 2 * itemsize for bits in (8, 4, 3)))
+    of_values = PAGE * itemsize if form[-1] == WHOLE else PAGE * form[-1] // 8 + 2 * itemsize
+    return sum(n * size for n, size in zip(form, of_channel, strict=False)) + head_dim * of_values
 
 
 def _joint(pair: tuple[Form, Form]) -> Form:
@@ -216,9 +285,9 @@ def _joint(pair: tuple[Form, Form]) -> Form:
 
 
 def _needed(of_bands: np.ndarray, value_bits: Sequence[int]) -> list[Form]:
-    """What each head needs at least, of channels of its bands [N, bands]."""
-    steps = np.array([ROOM, LEAST_LINES, LEAST_LINES, 4 * LEAST_LINES, 2 * LEAST_LINES])
-    room = -(-of_bands // steps) * steps
+    """What each head needs at least, of channels of its bands [N, >= BANDS]."""
+    steps = np.array([ROOM, LEAST_LINES, LEAST_LINES, 2 * LEAST_LINES])
+    room = -(-of_bands[:, :BANDS] // steps) * steps
     return [(*one, bits) for one, bits in zip(room.tolist(), value_bits, strict=True)]
 
 
