@@ -5,11 +5,11 @@ unpacked middle does; of 8 and of 4 bits, a page of KIVI's codec each (`quantise
 bits. A page of V is KIVI's page of the head's width, or [D, 64] of plain numbers.
 
 The narrow band has two *planes*: the lower two bits of all channels, then the third bit of those that have one, which
-come first. Channel c lies in line c // 2. A thread that multiplies has both planes' bits of its lines, four of each:
+come first. Channel c lies in line c // 4. A thread that multiplies has both planes' bits of its lines:
 
-    lower bits  [32, C / 2]   a byte for the two channels of a line, and for tokens t and t + 32
-    third bit   [32, C3 / 4]  a byte also for the line that is four further on
-    scales      as in `quantised`, of channels 0, 2, 4, ..., then 1, 3, 5, ...
+    lower bits  [32, 2, C / 4]  a byte for channels c and c + 2 of a line, and for tokens t and t + 32
+    third bit   [32, C3 / 4]    a byte for the four channels of a line, and for tokens t and t + 32
+    scales      as in `quantised`, of the lines' channels 0, then 2, 1 and 3: in the order of bits
 
 C and C3 are the channels with 2 bits or more, and with 3, rounded up to 16. A kernel is compiled for a few *forms*: the
 room of every band, in steps that a GPU multiplies, and the bits of V. A head is read by the first form that has room.
@@ -109,35 +109,33 @@ class Narrow(PageCodec):
         """Planes of whole pages."""
         spare = -self.channels % ROOM
         codes, scales = pad(codes, (0, spare)), pad(numbers, (0, 0, 0, spare)).mT
-        third = codes[..., : round_up(self.third, ROOM)] >> 2 & 1
-        planes = fold(_in_lines(codes & 3), K_FOLDS[2]), fold(_in_pairs_of_lines(third), K_FOLDS[1])
-        return torch.cat([x.flatten(-2) for x in planes], -1), _in_lines(scales).mT.unflatten(-2, (-1, 2)).mT.flatten(-4)
+        parts = (codes & 3, 2), (codes[..., : round_up(self.third, ROOM)] >> 2 & 1, 1)
+        planes = [fold(_in_lines(part), K_FOLDS[bits]).flatten(-2) for part, bits in parts]
+        return torch.cat(planes, -1), _in_lines(scales).mT.unflatten(-2, (-1, 2)).mT.flatten(-4)
 
     def unpack(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> tuple[Tensor, Tensor]:
         """Codes [..., 64, d] and scales of the planes that `pack` made."""
-        lower, third = (x.unflatten(-1, (PAGE // 2, -1)) for x in codes.split(self._sizes, -1))
-        found = unfold(lower, K_FOLDS[2]).unflatten(-1, (2, -1)).mT.flatten(-2)[..., :dim]
-        pairs = unfold(third, K_FOLDS[1]).unflatten(-1, (2, 2, -1, 4))  # places of a pair, channels of a line
-        found[..., : self.third] |= pairs.permute(*range(third.dim() - 1), -2, -4, -1, -3).flatten(-4)[
-            ..., : self.third
-        ] << 2
+        lower, third = (
+            _from_lines(unfold(plane.unflatten(-1, (PAGE // 2, -1)), K_FOLDS[bits]))
+            for plane, bits in zip(codes.split(self._sizes, -1), (2, 1), strict=True)
+        )
+        lower[..., : third.shape[-1]] |= third << 2
         scales = numbers.unflatten(-1, (1, -1, 2, 2)).mT.flatten(-3, -2)
-        return found, scales.mT.unflatten(-1, (2, -1)).mT.flatten(-2).mT[..., :dim, :]
+        return lower[..., :dim], _from_lines(scales.mT).mT[..., :dim, :]
 
 
 def _in_lines(x: Tensor) -> Tensor:
-    """Channels 0, 2, 4, ... of x [..., C], then 1, 3, 5, ...: a line has one of each."""
-    return x.unflatten(-1, (-1, 2)).mT.flatten(-2)
+    """The channels of x [..., C] in the order of the bits that they have in a byte: 0, 4, 8, ..., 2, ..., 1, ..., 3."""
+    return x.unflatten(-1, (-1, 2, 2)).permute(*range(x.dim() - 1), -1, -2, -3).flatten(-3)
 
 
-def _in_pairs_of_lines(x: Tensor) -> Tensor:
-    """Likewise of lines l and l + 4 that share bytes: the first of each pair, channels 0 and then 1, then the second."""
-    pairs = x.unflatten(-1, (-1, 2, 4, 2))
-    return pairs.permute(*range(x.dim() - 1), -3, -1, -4, -2).flatten(-4)
+def _from_lines(x: Tensor) -> Tensor:
+    """What `_in_lines` took apart, in a new tensor."""
+    return x.unflatten(-1, (2, 2, -1)).permute(*range(x.dim() - 1), -1, -2, -3).flatten(-3)
 
 
 BANDS = 4  # of 16, 8 and 4 bits, and the narrow one
-LEAST_LINES = 32  # lines of codes that a product takes, a byte each; a line of the narrow band has two channels
+LEAST_LINES = 32  # lines of codes that a product takes, a byte each; a line of the narrow band has four channels
 MOST_FORMS = 4  # of heads, where V has not more widths: each takes some ten seconds to compile
 PAGE_ROOM = 26_000  # bytes: with four such pages on its way, a program leaves a GPU's multiprocessor room for another
 Form = tuple[int, ...]  # room for channels of each band, then the bits of V
@@ -286,7 +284,7 @@ def _joint(pair: tuple[Form, Form]) -> Form:
 
 def _needed(of_bands: np.ndarray, value_bits: Sequence[int]) -> list[Form]:
     """What each head needs at least, of channels of its bands [N, >= BANDS]."""
-    steps = np.array([ROOM, LEAST_LINES, LEAST_LINES, 2 * LEAST_LINES])
+    steps = np.array([ROOM, LEAST_LINES, LEAST_LINES, 4 * LEAST_LINES])
     room = -(-of_bands[:, :BANDS] // steps) * steps
     return [(*one, bits) for one, bits in zip(room.tolist(), value_bits, strict=True)]
 

@@ -54,9 +54,6 @@ def run(ptx, given, dtype):
             held[to] = x[0] & x[1]
         elif name in ("or.b32", "shl.b32", "shr.b32"):
             held[to] = {"or": x[0] | x[1], "shl": x[0] << x[1] & WORD, "shr": x[0] >> x[1]}[name[:-4]]
-        elif name == "shf.l.wrap.b32":
-            both, turn = x[0] | x[1] << 32, int(x[2]) % 32
-            held[to] = both >> 32 - turn & WORD
         elif name == "prmt.b32":
             both, chosen = x[0] | x[1] << 32, int(x[2])
             held[to] = sum((both >> 8 * (chosen >> 4 * i & 7) & BYTE) << 8 * i for i in range(4))
@@ -86,21 +83,18 @@ def test_the_instructions_give_every_code_exactly(bits, place, dtype):
 
 
 @pytest.mark.parametrize("dtype", OF_TRITON, ids=str)
-@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("place", "bit"), [(place, bit) for place in range(4) for bit in range(8)])
-def test_the_instructions_join_every_code_of_three_bits_exactly(place, bit, turned, dtype):
+def test_the_instructions_join_every_code_of_three_bits_exactly(place, bit, dtype):
     """Each byte of lower bits beside four of highest ones, and each of highest ones beside four of lower ones."""
     kind = OF_TRITON[dtype]
     unit, step = unit_of(kind, True), step_of(kind, lowest_of(place), 1)
     every, some = torch.arange(256).view(64, 4), torch.tensor([0, 255, 90, 165]).expand(64, 4)
     lower, top = torch.cat([every, some]), torch.cat([some, every])
-    shifts, scales = torch.tensor([0, 8, 16, 24]), 8 if turned else 4
+    shifts = torch.tensor([0, 8, 16, 24])
     given = {"$2": (lower << shifts).sum(-1), "$3": (top << shifts).sum(-1)}
-    given["$4"] = torch.tensor(lowest_of(place) + 2 - bit)
-    of_pairs = [unit / step * 2**i for i in range(4)], [-unit * 128 * 2**i for i in range(4)]
-    for first, pair in zip((scales, scales + 2), of_pairs, strict=True):
+    for first, pair in ((4, [unit / step * 2**i for i in range(4)]), (6, [-unit * 128 * 2**i for i in range(4)])):
         given |= {f"${first + i}": bits_of(*pair[2 * i : 2 * i + 2], dtype=dtype) for i in range(2)}
-    held = run(joining(kind, place, None if turned else bit), given, dtype)
+    held = run(joining(kind, place, bit), given, dtype)
     found = torch.cat([halves(held[name], dtype) for name in ("$0", "$1")], -1) / unit
     code = (lower >> 2 * place & 3) + (top >> bit & 1) * 4
     assert torch.equal(found, ((code - 128) * torch.tensor([1, 2, 4, 8])).double())

@@ -113,47 +113,30 @@ def lowest_of(place):
 
 @triton.constexpr_function
 def joining(dtype, place, bit):
-    """PTX as `packed.instructions` for codes of 3 bits: two in a place of four bytes, one in a bit of four others.
-
-    bit: None = the register $4 says by how much to turn the third bits to the left, so that they join the others
-    """
+    """PTX as `packed.instructions` for codes of 3 bits: two in a place of four bytes, one in a bit of four others."""
     first = lowest_of(place)
-    if bit is None:
-        move, register = "shf.l.wrap.b32 t, $3, $3, $4", 8
-    else:
-        left, register = first + 2 - bit, 4
-        move = f"shl.b32 t, $3, {left}" if left > 0 else f"shr.b32 t, $3, {-left}"
+    left = first + 2 - bit
+    move = f"shl.b32 t, $3, {left}" if left > 0 else f"shr.b32 t, $3, {-left}"
     return f"""{{ .reg .b32 c, t, a, b, one, less;
         shr.b32 c, $2, {2 * place - first}; and.b32 c, c, {(3 << first) * 0x01010101};
         {move}; and.b32 t, t, {(4 << first) * 0x01010101}; or.b32 c, c, t;
-        {finish(dtype, first, register)} }}"""
+        {finish(dtype, first, 4)} }}"""
 
 
 @triton.jit
-def joined(codes, third, scale, zero, PLACE: tl.constexpr, BIT: tl.constexpr, PTX: tl.constexpr, more=None):
-    """Numbers of 3 bits as `packed.numbers`.
-
-    codes: the lower two bits, in place PLACE
-    third: the third bit, in bit BIT; more: int32, so many bits further on; None = 0
-    """
+def joined(codes, third, scale, zero, PLACE: tl.constexpr, BIT: tl.constexpr, PTX: tl.constexpr):
+    """Numbers of 3 bits as `packed.numbers`; codes: the lower two in place PLACE; third: the third one in bit BIT."""
     dtype: tl.constexpr = scale.dtype
     UNIT: tl.constexpr = unit_of(dtype, PTX)
     if PTX:
         if UNIT != 1.0:
             scale *= tl.full([], UNIT / step_of(dtype, lowest_of(PLACE), 1), tl.float32).to(dtype)
             zero *= tl.full([], UNIT, tl.float32).to(dtype)
-        if more is None:
-            x = tl.inline_asm_elementwise(
-                joining(dtype, PLACE, BIT), "=r,=r,r,r,r,r,r,r", [codes, third, scale, zero],
-                dtype=scale.dtype, is_pure=True, pack=4)
-        else:
-            x = tl.inline_asm_elementwise(
-                joining(dtype, PLACE, None), "=r,=r,r,r,r,r,r,r,r,r,r,r",
-                [codes, third, lowest_of(PLACE) + 2 - BIT - more, scale, zero],
-                dtype=scale.dtype, is_pure=True, pack=4)
+        x = tl.inline_asm_elementwise(
+            joining(dtype, PLACE, BIT), "=r,=r,r,r,r,r,r,r", [codes, third, scale, zero],
+            dtype=scale.dtype, is_pure=True, pack=4)
     else:
-        bit = BIT if more is None else BIT + more
-        code = ((codes >> (2 * PLACE)) & 3) | (((third >> bit) & 1) << 2)
+        code = ((codes >> (2 * PLACE)) & 3) | (((third >> BIT) & 1) << 2)
         x = ((code.to(tl.float32) * scale.to(tl.float32) + zero.to(tl.float32)) * UNIT).to(dtype)
     return x
 
@@ -182,11 +165,12 @@ def _queries_of(q_row, ok, index, n, C: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def _narrow_queries(q_row, ok, index, n, C: tl.constexpr, F: tl.constexpr):
-    """Queries [P, M, LINES] of every piece of a narrow band, for the first channel of each line, then the second."""
+    """Queries [P, M, LINES] of every piece of a narrow band for its lines' channels 0, then 2, 1 and 3."""
     found = tl.tuple([])
-    for j in tl.static_range(pieces_of(C, 2 * LINES)):
-        for i in tl.static_range(2):
-            found += (_queries(q_row, ok, index, 2 * (tl.arange(0, LINES) + j * LINES) + i, n, F.WARPS),)
+    for j in tl.static_range(pieces_of(C, 4 * LINES)):
+        for i in tl.static_range(4):
+            channel = 4 * (tl.arange(0, LINES) + j * LINES) + i // 2 + i % 2 * 2
+            found += (_queries(q_row, ok, index, channel, n, F.WARPS),)
     return found
 
 
@@ -205,26 +189,27 @@ def _narrow(
     what is not there, no byte is read, and nothing is computed.
     """
     NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
-    lines, of_third = _room(n) // 2, _room(third) // 4
-    upper = page + HALF * lines
+    lines, of_third = _room(n) // 4, _room(third) // 4
+    upper = page + HALF * 2 * lines
     cells = (upper + HALF * of_third).to(tl.pointer_type(tl.int32), bitcast=True)
     scales = (upper + HALF * of_third).to(tl.pointer_type(dtype), bitcast=True)
     token, before = _tokens()[None, None, :], (left > 0)[:, None]
-    for j in tl.static_range(pieces_of(C, 2 * LINES)):
+    for j in tl.static_range(pieces_of(C, 4 * LINES)):
         row = tl.arange(0, LINES) + j * LINES
-        there, pair = before & (row < lines)[None, :], row // 8 * 4 + row % 4
-        codes = tl.load(page + start[:, None, None] + row[None, :, None] + token * lines, mask=there[:, :, None], other=0)
-        held = (before & (pair < of_third)[None, :])[:, :, None]
-        bits = tl.load(upper + start[:, None, None] + pair[None, :, None] + token * of_third, mask=held, other=0)
+        there, held = before & (row < lines)[None, :], before & (row < of_third)[None, :]
+        at = start[:, None, None] + row[None, :, None]
+        first = tl.load(page + at + token * (2 * lines), mask=there[:, :, None], other=0)
+        later = tl.load(page + at + (lines + token * (2 * lines)), mask=there[:, :, None], other=0)
+        bits = tl.load(upper + at + token * of_third, mask=held[:, :, None], other=0)
         pairs = tl.tuple([])
-        for i in tl.static_range(2):
+        for i in tl.static_range(4):
             pairs += scale_and_zero(cells, scales, (start // (2 * NUMBER))[:, None] + (i * lines + row)[None, :], there)
         if lines > j * LINES:
-            second = tl.broadcast_to((row // 4 % 2 * 2)[None, :, None], codes.shape)
-            for i in tl.static_range(2):
+            for i in tl.static_range(4):
                 scale, zero = pairs[2 * i][:, :, None], pairs[2 * i + 1][:, :, None]
-                s = tl.dot(q[2 * j + i], joined(codes, bits, scale, zero, i, i, PTX, second), s)
-                t = tl.dot(q[2 * j + i], joined(codes, bits, scale, zero, i + 2, i + 4, PTX, second), t)
+                lower = first if i % 2 == 0 else later
+                s = tl.dot(q[4 * j + i], joined(lower, bits, scale, zero, i // 2, i, PTX), s)
+                t = tl.dot(q[4 * j + i], joined(lower, bits, scale, zero, i // 2 + 2, i + 4, PTX), t)
     return s, t
 
 
@@ -487,30 +472,25 @@ def _put_even(
 
 @triton.jit
 def _put_narrow(ring, slots, oldest, index, n, third, page, D: tl.constexpr):
-    """Write a group of tokens into a narrow band; the parameters are those of `_narrow`.
-
-    Lines l and l + 4, whose third bits share bytes, are computed together.
-    """
-    lines, of_third = _room(n) // 2, _room(third) // 4
-    upper = page + HALF * lines
+    """Write a group of tokens into a narrow band; the parameters are those of `_narrow`."""
+    lines, of_third = _room(n) // 4, _room(third) // 4
+    upper = page + HALF * 2 * lines
     scales = (upper + HALF * of_third).to(tl.pointer_type(ring.dtype.element_ty), bitcast=True)
     t = tl.arange(0, HALF)[:, None]
-    for start in range(0, lines // 2, AT_ONCE):
-        pair = start + tl.arange(0, AT_ONCE)
-        there = pair < lines // 2
+    for start in range(0, lines, AT_ONCE):
+        row = start + tl.arange(0, AT_ONCE)
+        there = row < lines
         bits = tl.zeros([HALF, AT_ONCE], tl.int32)
-        for second in tl.static_range(2):
-            row = pair // 4 * 8 + second * 4 + pair % 4
+        for later in tl.static_range(2):  # channels 0 and 1 of a line, then 2 and 3
             byte = tl.zeros([HALF, AT_ONCE], tl.int32)
             for i in tl.static_range(2):
-                channel = tl.where(there, 2 * row + i, n)
-                top = tl.where(channel < third, 7.0, 3.0)
-                first, later, scale, zero = _coded(ring, slots, oldest, index, channel, n, top, D)
-                byte |= (first & 3) << 2 * i | (later & 3) << 2 * i + 4
-                bits |= (first >> 2) << i + 2 * second | (later >> 2) << i + 2 * second + 4
-                _put_scales(scales, i * lines + row, scale, zero, there)
-            tl.store(page + t * lines + row[None, :], byte.to(tl.uint8), mask=there[None, :])
-        tl.store(upper + t * of_third + pair[None, :], bits.to(tl.uint8), mask=(pair < of_third)[None, :])
+                channel = tl.where(there, 4 * row + 2 * later + i, n)
+                x, y, scale, zero = _coded(ring, slots, oldest, index, channel, n, tl.where(channel < third, 7.0, 3.0), D)
+                byte |= (x & 3) << 2 * i | (y & 3) << 2 * i + 4
+                bits |= (x >> 2) << 2 * i + later | (y >> 2) << 2 * i + later + 4
+                _put_scales(scales, (2 * i + later) * lines + row, scale, zero, there)
+            tl.store(page + t * (2 * lines) + (later * lines + row)[None, :], byte.to(tl.uint8), mask=there[None, :])
+        tl.store(upper + t * of_third + row[None, :], bits.to(tl.uint8), mask=(row < of_third)[None, :])
 
 
 @triton.jit
