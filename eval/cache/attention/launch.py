@@ -19,7 +19,7 @@ from leank.eval.cache.attention.evict import Weights
 from leank.eval.cache.attention.kernels import banded, decode, packed, ring
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
 from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
-from leank.eval.cache.storage.banded import PAGE_ROOM, Banded, page_room
+from leank.eval.cache.storage.banded import PAGE_ROOM, Banded, effort, page_room
 from leank.eval.cache.storage.codecs import PageSegment
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.segment import PAGE
@@ -31,6 +31,7 @@ MOVED = 32  # tokens that a program of `move` holds in registers at a time
 MAX_CHUNKS = 4  # chunks in one launch; the limit bounds the scratch memory
 AHEAD = 4 * PAGE_ROOM  # bytes of pages that a program may ask for before it needs them, where that is a choice
 SHARED = 208_000  # bytes that a program has for them at most
+EFFORT = 8.5  # bytes of sink and window that a program reads in the time of an instruction of each warp
 FEW = 32  # pages of the middle for each program, below which a codec's kernel may take another `Config`
 
 
@@ -159,12 +160,17 @@ def banded_kernels(store: Store) -> CodecKernels:
     assert isinstance(codec, Banded)
     assert isinstance(tail, PageSegment)
     n, pages = codec.counts, tuple(page_room(form, base.shape[-1], base.itemsize) for form in codec.forms)
-    cost = [page[0] / (PAGE * base.itemsize) for page in tail.page_bytes()]
+    # Programs share what takes time: bytes, or instructions where these take longer.
+    efforts = EFFORT * np.array(
+        [effort(codec.forms[i], base.shape[-1]) if any(own) else 0 for i, own in zip(codec.form_of_heads, n, strict=True)]
+    )
+    of_bytes = [page[0] for page in tail.page_bytes()]
+    cost = [np.maximum(of_bytes[0], efforts - of_bytes[1]) / (PAGE * base.itemsize), of_bytes[1] / (PAGE * base.itemsize)]
     signs = n[:, 0] | n[:, 1] << 10 | n[:, 2] << 20, n[:, 3] | n[:, 4] << 10 | codec.form_of_heads << 20
 
     def config(tile_rows: int, few: bool) -> Config:
         # `banded.stages_of` says how many pages each form asks for ahead, so that all launches have one compiled kernel
-        found = replace((PACKED_FEW if few else PACKED)[4], stages=3)
+        found = replace((PACKED_FEW if few else PACKED)[4], stages=3, slow=1.0)
         if tile_rows > 16:  # of which ptxas of CUDA 12.8 gives a thread 32 registers if it is not told
             found = replace(WIDE_PACKED, registers=255)
         return found if found.warps * max(pages, default=0) < SHARED else replace(found, warps=4)

@@ -5,8 +5,9 @@ reads one band of K after the other, adds their products to the page's logits, a
 bytes as its layout says, and its pages are read once. A code of the narrow band is joined of its planes; channels of 2
 bits have no line of the upper one, of which nothing is read.
 
-`read` is compiled for a few forms of heads (`storage.banded.forms`), each a loop of its own, in which Triton asks for
-the next pages while it multiplies. A loop takes a band's lines in pieces, and leaves out those that a head lacks.
+`read` is compiled for a few forms of heads (`storage.banded.forms`), each a loop of its own without branches, in which
+Triton asks for the next pages while it multiplies. A loop takes a band's lines in pieces. Tiles of codes become operands
+where they lie; that takes pieces of 32 lines, and only loads and constants in what makes a number (docs/results/attention.md).
 
 Names as in eval.cache.attention.kernels.packed. A *line* of codes is a byte for every 64 tokens, or 32 below 8 bits.
 """
@@ -185,8 +186,7 @@ def _narrow(
     left: [P], tokens from a page's first to the last one
     third: channels that have a third bit
 
-    Everything is asked for before it is known whether the head has such lines, so that Triton asks ahead of time; of
-    what is not there, no byte is read, and nothing is computed.
+    All lines of the form are computed, without a branch: of those that the head lacks, no byte is read.
     """
     NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
     lines, of_third = _room(n) // 4, _room(third) // 4
@@ -204,12 +204,11 @@ def _narrow(
         pairs = tl.tuple([])
         for i in tl.static_range(4):
             pairs += scale_and_zero(cells, scales, (start // (2 * NUMBER))[:, None] + (i * lines + row)[None, :], there)
-        if lines > j * LINES:
-            for i in tl.static_range(4):
-                scale, zero = pairs[2 * i][:, :, None], pairs[2 * i + 1][:, :, None]
-                lower = first if i % 2 == 0 else later
-                s = tl.dot(q[4 * j + i], joined(lower, bits, scale, zero, i // 2, i, PTX), s)
-                t = tl.dot(q[4 * j + i], joined(lower, bits, scale, zero, i // 2 + 2, i + 4, PTX), t)
+        for i in tl.static_range(4):
+            scale, zero = pairs[2 * i][:, :, None], pairs[2 * i + 1][:, :, None]
+            lower = first if i % 2 == 0 else later
+            s = tl.dot(q[4 * j + i], joined(lower, bits, scale, zero, i // 2, i, PTX), s)
+            t = tl.dot(q[4 * j + i], joined(lower, bits, scale, zero, i // 2 + 2, i + 4, PTX), t)
     return s, t
 
 
@@ -232,10 +231,9 @@ def _even(
         if BITS == 8:
             later = tl.load(page + at + HALF * room, mask=there[:, :, None], other=0)
         scale, zero = scale_and_zero(cells, scales, (start // (2 * NUMBER))[:, None] + row[None, :], there)
-        if room > j * LINES:
-            x = numbers(codes, scale[:, :, None], zero[:, :, None], 0, BITS, PTX)
-            y = numbers(later, scale[:, :, None], zero[:, :, None], 8 // BITS - 1, BITS, PTX)
-            s, t = tl.dot(q[j], x, s), tl.dot(q[j], y, t)
+        scale, zero = scale[:, :, None], zero[:, :, None]
+        s = tl.dot(q[j], numbers(codes, scale, zero, 0, BITS, PTX), s)
+        t = tl.dot(q[j], numbers(later, scale, zero, 8 // BITS - 1, BITS, PTX), t)
     return s, t
 
 
@@ -248,9 +246,8 @@ def _whole(s, t, q, page, start, left, room, C: tl.constexpr):
         there = ((left > 0)[:, None] & (row < room)[None, :])[:, :, None]
         first = tl.load(page + at, mask=there, other=0.0)
         later = tl.load(page + at + HALF * room, mask=there, other=0.0)
-        if room > j * ROOM:
-            s = tl.dot(q[j], first, s)
-            t = tl.dot(q[j], later, t)
+        s = tl.dot(q[j], first, s)
+        t = tl.dot(q[j], later, t)
     return s, t
 
 
