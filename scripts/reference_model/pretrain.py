@@ -3,7 +3,7 @@
     python -m scripts.reference_model.pretrain tokenizer OUT
     python -m scripts.reference_model.pretrain train OUT --devices 4 --steps 20000
 
-and one with fewer and busier heads that knows natural text too. TEXT is a folder of .txt files, one document each, which
+and one with fewer and busier heads that knows text too. TEXT is a folder of .txt files, one document each, which
 the shipped paragraphs join; `text` writes its tokens to TEXT/train.npy, those of every twentieth document to
 TEXT/test.npy (uint16, an EOS behind each), and leaves every other document out of train.npy with `--every 2`:
 
@@ -101,7 +101,7 @@ def documents(folder: Path, split: str) -> list[str]:
 
 
 def tokenize(folder: Path, text: Path, every: int) -> None:
-    """Write the streams of both splits of `text`, in tokens of the folder's tokenizer; of training each n-th document."""
+    """Write both splits of `text` in tokens of the folder's tokenizer; of training each n-th document."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for split in ("train", "test"):
         texts, pieces = documents(text, split)[:: every if split == "train" else 1], []
