@@ -34,8 +34,8 @@ log = logging.getLogger("leank_train")
 def with_replies(current: Run, backbone: Backbone) -> Run:
     """Return the run with prompts that have replies, which its folder keeps; without `data.prompts`, the same run.
 
-    Prompts count that have data.min_length to data.max_length tokens with a reply of `REPLY` tokens, and replies that
-    have a word for every question. All others are left out, and the log says how many.
+    Different prompts count that have data.min_length to data.max_length tokens with a reply of `REPLY` tokens, and
+    replies that have a word for every question. All others are left out, and the log says how many.
 
     Raises BadConfig for several processes, ValueError if fewer than `LEAST` prompts are left.
     """
@@ -59,7 +59,7 @@ def with_replies(current: Run, backbone: Backbone) -> Run:
 def answer(current: Run, backbone: Backbone, prompts: Sequence[str | list[Message]]) -> list[Answered]:
     """Return the prompts that fit, in their order, with the model's greedy replies; see `with_replies`."""
     data = current.config.data
-    cuts = [cut(backbone, one) for one in prompts]
+    cuts = list(dict.fromkeys(cut(backbone, one) for one in prompts))  # none is both trained on and held out
     ids = [backbone.encode_context(a, framed) + backbone.encode_question(b, "", framed) for a, b, framed in cuts]
     fits = [i for i, one in enumerate(ids) if data.min_length <= len(one) + REPLY <= data.max_length]
     replies: dict[int, str] = {}

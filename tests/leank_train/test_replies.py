@@ -80,6 +80,7 @@ def test_a_prompt_is_cut_where_its_tokens_are_those_of_the_whole(tiny):
 
 def test_a_run_trains_on_replies_that_are_written_once(model_folder, tmp_path, monkeypatch):
     own = prompts(tmp_path / "own.jsonl")
+    own.write_text(2 * own.read_text())  # logs hold the same prompt twice
     config = settings(model_folder, *SHORT, *OWN, f"data.prompts={own}")
     metrics = run(config, tmp_path / "run")
     assert 0 < metrics["verdict"]["kl"]["leank"]["tasks"] < 20
