@@ -40,6 +40,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -219,7 +220,10 @@ def compare(wanted: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 
 async def ask(session: ClientSession, model: str, draw: random.Random) -> str:
-    """Stream one reply, or hang up after some pieces of it; returns how it ended."""
+    """Stream one reply, or hang up after some pieces of it; returns how it ended.
+
+    Raises aiohttp.ClientError where the server does not answer.
+    """
     prompt = " ".join(draw.choices(WORDS, k=draw.randint(2, 300)))
     tokens, leave_after = draw.randint(2, 40), draw.choice([None, None, 0, 1, 5])
     body = {
@@ -233,13 +237,18 @@ async def ask(session: ClientSession, model: str, draw: random.Random) -> str:
             if leave_after is not None and pieces >= leave_after:
                 return "cancelled"
             if line.startswith(b"data: {"):
-                choice = json.loads(line[len(b"data: ") :])["choices"][0]
-                pieces, how = pieces + 1, choice["finish_reason"] or how
+                piece = json.loads(line[len(b"data: ") :])
+                if "choices" not in piece:  # the server says what went wrong
+                    return "error"
+                pieces, how = pieces + 1, piece["choices"][0]["finish_reason"] or how
     return f"finished by {how}" if how else "lost"
 
 
 async def gauges(session: ClientSession) -> dict[str, float]:
-    """The server's gauges of running and waiting requests and of pages held."""
+    """The server's gauges of running and waiting requests and of pages held.
+
+    Raises aiohttp.ClientError where the server does not answer.
+    """
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     async with session.get("/metrics") as reply:
         lines = (await reply.text()).splitlines()
@@ -250,7 +259,7 @@ async def gauges(session: ClientSession) -> dict[str, float]:
 
 
 async def load(url: str, count: int, seed: int) -> dict[str, object]:
-    """Send the load; returns counts of how requests ended, and the gauges afterwards."""
+    """Send the load; returns counts of how requests ended, and the gauges afterwards, if there is a server still."""
     import aiohttp
 
     draw, limit, begin = random.Random(seed), asyncio.Semaphore(AT_ONCE), time.monotonic()
@@ -260,14 +269,19 @@ async def load(url: str, count: int, seed: int) -> dict[str, object]:
 
         async def one(own: random.Random) -> str:
             async with limit:
-                return await ask(session, model, own)
+                try:
+                    return await ask(session, model, own)
+                except aiohttp.ClientError:
+                    return "not answered"
 
-        ends = await asyncio.gather(*(one(random.Random(draw.random())) for _ in range(count)))
-        seconds, held = time.monotonic() - begin, await gauges(session)
-        while any(held.values()) and time.monotonic() - begin - seconds < PATIENCE:
-            await asyncio.sleep(0.5)
+        ends = Counter(await asyncio.gather(*(one(random.Random(draw.random())) for _ in range(count))))
+        seconds, held = time.monotonic() - begin, {}
+        with suppress(aiohttp.ClientError):
             held = await gauges(session)
-    return {"requests": count, **Counter(ends), "seconds": round(seconds, 1), **held}
+            while any(held.values()) and time.monotonic() - begin - seconds < PATIENCE:
+                await asyncio.sleep(0.5)
+                held = await gauges(session)
+    return {"requests": count, **ends, "seconds": round(seconds, 1), **held}
 
 
 # offline

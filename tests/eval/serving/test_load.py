@@ -1,10 +1,12 @@
 """The load of the serving benchmark: what it asks, and when a reply counts as a wrong one."""
 
+import asyncio
+import json
 from types import SimpleNamespace
 
 import pytest
 
-from scripts.bench.serving import SURE, Asked, Load, departs, drawn, form, loads, parsed, settings
+from scripts.bench.serving import SURE, Asked, Load, departs, drawn, form, load, loads, parsed, settings
 
 
 def test_requests_arrive_at_the_rate_share_prefixes_and_have_the_lengths_asked_for():
@@ -62,3 +64,42 @@ def test_arguments_that_do_not_fit_are_refused(capsys, given, said):
     with pytest.raises(SystemExit):
         parsed(given)
     assert said in capsys.readouterr().err
+
+
+def test_a_server_that_fails_and_goes_away_is_counted_and_ends_no_load():
+    web = pytest.importorskip("aiohttp.web")
+    asked = 0
+
+    async def models(_):
+        return web.json_response({"data": [{"id": "some"}]})
+
+    async def complete(request):
+        nonlocal asked
+        asked += 1
+        if asked > 40:  # from here on it does not answer
+            request.transport.abort()
+            return web.Response()
+        reply = web.StreamResponse()
+        await reply.prepare(request)
+        broken = {"error": {"code": 500}}
+        ended = {"choices": [{"finish_reason": "length"}]}
+        await reply.write(b"data: " + json.dumps(broken if asked % 2 else ended).encode() + b"\n\ndata: [DONE]\n\n")
+        return reply
+
+    async def measured():
+        app = web.Application()
+        app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", complete)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]
+        try:
+            return await load(f"http://127.0.0.1:{port}", 60, seed=0)
+        finally:
+            await runner.cleanup()
+
+    found = asyncio.run(measured())
+    assert found["not answered"] == 20
+    assert found["error"] + found["finished by length"] + found["cancelled"] == 40
+    assert found["error"] > 10
