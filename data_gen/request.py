@@ -14,6 +14,7 @@ from leank.data_gen.sample import Question
 from leank.data_gen.tokens import TokenCounter
 from leank.typed import Checked, OneOf
 
+HELD_OUT = 2**31  # the index from which on no step of training takes a document
 LONGEST = 2**24  # tokens; no model reads more, and a slip must not fill the memory
 
 
@@ -29,7 +30,7 @@ class Request(Checked):
     exact: whether the text, the longest question and its answer fill `length`. Otherwise a document has whole units,
         and prompt + max_new_tokens stay within `length`, as in RULER.
     essays, split: the natural text; see `haystack.sentences`.
-    data: a file with the task's own data (qa_1, qa_2, cwe).
+    data: a file with the task's own data (qa_1, qa_2, cwe, prompts).
     reserve: tokens of `length` to leave for a chat template; see `data_gen.chat`.
     """
 
@@ -78,8 +79,10 @@ class Draft:
     context: the text.
     questions: questions about it.
     tokens: tokens of the text with its longest question and answer; 0 if nobody has counted them.
+    framed: see `Document`.
     """
 
     context: str
     questions: tuple[Question, ...]
     tokens: int = 0
+    framed: bool = False

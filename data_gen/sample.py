@@ -51,6 +51,7 @@ class Document:
     max_new_tokens: room for a reply.
     length: tokens of the document with its longest question, special tokens and chat template included. A document
         filled exactly also counts that question's answer; one sized as in RULER counts max_new_tokens in its place.
+    framed: whether the texts hold the chat template already, so that nothing is to be put around them.
     """
 
     task: str
@@ -60,6 +61,7 @@ class Document:
     questions: tuple[Question, ...]
     max_new_tokens: int
     length: int
+    framed: bool = False
 
     def samples(self) -> list[Sample]:
         """Return one flat row per question."""

@@ -48,7 +48,14 @@ class Task(Checked, ABC):
         else:
             draft, length = whole_units(self, request)
         return Document(
-            request.name, request.seed, request.index, draft.context, draft.questions, self.max_new_tokens, length
+            request.name,
+            request.seed,
+            request.index,
+            draft.context,
+            draft.questions,
+            self.max_new_tokens,
+            length,
+            draft.framed,
         )
 
     @abstractmethod

@@ -235,6 +235,15 @@ BEFORE_TRAINING = {
     ),
     "no network": (["model.name=org/Llama-8B"], [r"model\.name='org/Llama-8B'", "no hub copy", "or log in to the hub"]),
     "missing essays": (["data.essays=/nowhere.txt"], [r"essays='/nowhere\.txt' does not exist", "give a .txt"]),
+    "missing text": (
+        ["data.text=/nowhere.txt", "++data.tasks.text=1"], [r"data\.text='/nowhere\.txt' does not exist; give a .txt"],
+    ),
+    "text that nothing reads": (["data.text=a.txt"], [r"data\.text='a\.txt' has no effect", r"\+data\.tasks\.text=1"]),
+    "missing prompts": (
+        ["data.prompts=/nowhere", "++data.tasks.prompts=1"], [r"data\.prompts='/nowhere' does not exist; give a file"],
+    ),
+    "prompts that nothing reads": (["data.prompts=a"], [r"data\.prompts='a' has no effect", "take data=own_prompts"]),
+    "no prompts": (["++data.tasks.prompts=1"], [r"data\.tasks\.prompts=1.* reads prompts of yours: set data\.pro"]),
     "no steps": (["stage1.steps=0", "stage2.steps=0"], ["nothing would be learned; give one"]),
     "lengths": (["data.min_length=500"], [r"data\.min_length=500 is above data\.max_length=400"]),
     # tasks
