@@ -19,31 +19,21 @@ LONGEST = 2**24  # tokens; no model reads more, and a slip must not fill the mem
 
 @dataclass(frozen=True)
 class Request(Checked):
-    """One document of a task.
+    """One document of a task."""
 
-    name: the task's name.
-    length: tokens of the whole prompt with its reply.
-    counter: counts tokens with the model's tokenizer.
-    seed, index: which document.
-    questions: questions about the document; some tasks have fewer.
-    exact: whether the text, the longest question and its answer fill `length`. Otherwise a document has whole units,
-        and prompt + max_new_tokens stay within `length`, as in RULER.
-    essays, split: the natural text; see `haystack.sentences`.
-    data: a file with the task's own data (qa_1, qa_2, cwe).
-    reserve: tokens of `length` to leave for a chat template; see `data_gen.chat`.
-    """
-
-    name: str
-    length: Annotated[int, Ge(1), Le(LONGEST)]
-    counter: TokenCounter
-    seed: int
+    name: str  # of the task
+    length: Annotated[int, Ge(1), Le(LONGEST)]  # tokens of the whole prompt with its reply
+    counter: TokenCounter  # counts tokens with the model's tokenizer
+    seed: int  # seed, index: which document
     index: int
-    questions: Annotated[int, Ge(1), Le(10_000)] = 1
+    questions: Annotated[int, Ge(1), Le(10_000)] = 1  # questions about the document; some tasks have fewer
+    # whether the text, the longest question and its answer fill `length`. Otherwise a document has whole units, and
+    # prompt + max_new_tokens stay within `length`, as in RULER.
     exact: bool = True
-    essays: str | None = None
+    essays: str | None = None  # essays, split: the natural text; see `haystack.sentences`
     split: Annotated[str, OneOf(*SPLITS)] = "all"
-    data: str | None = None
-    reserve: int = 0
+    data: str | None = None  # a file with the task's own data (qa_1, qa_2, cwe)
+    reserve: int = 0  # tokens of `length` to leave for a chat template; see `data_gen.chat`
 
     @property
     def room(self) -> int:
@@ -55,10 +45,7 @@ class Request(Checked):
         return random.Random(f"{self.name}/{self.seed}/{self.index}")
 
     def left(self, fixed: int) -> int:
-        """Return the tokens that remain after `fixed` ones.
-
-        Raises ValueError if `fixed` is more than there is.
-        """
+        """Return the tokens that remain after `fixed` ones. Raises ValueError if `fixed` is more than there is."""
         if fixed > self.room:
             raise ValueError(
                 f"length={self.length} is too short for task {self.name!r}: without any filler it takes "
@@ -73,13 +60,8 @@ class Request(Checked):
 
 @dataclass(frozen=True)
 class Draft:
-    """A document's text with its questions.
-
-    context: the text.
-    questions: questions about it.
-    tokens: tokens of the text with its longest question and answer; 0 if nobody has counted them.
-    """
+    """A document's text with its questions."""
 
     context: str
     questions: tuple[Question, ...]
-    tokens: int = 0
+    tokens: int = 0  # tokens of the text with its longest question and answer; 0 if nobody has counted them

@@ -38,10 +38,7 @@ class Task(Checked, ABC):
     max_new_tokens: int
 
     def build(self, request: Request) -> Document:
-        """Make the document.
-
-        Raises ValueError if the length is too short, FileNotFoundError if data is missing.
-        """
+        """Make the document. Raises ValueError if the length is too short, FileNotFoundError if data is missing."""
         if request.exact:
             draft = self.fill(request)
             length = draft.tokens + request.length - request.room

@@ -20,14 +20,11 @@ from leank.precision import GROUP, KEY_BITS, ROOM, VALUE_BITS, WHOLE, Precision,
 
 
 class Move(NamedTuple):
-    """A step to a larger width: loss saved per bit, bits of a token that it costs, what becomes wider, and its width.
+    """A step to a larger width."""
 
-    unit: number of the block in its head, or -1 for V.
-    """
-
-    gain: float
-    cost: float
-    unit: int
+    gain: float  # loss saved per bit
+    cost: float  # bits of a token
+    unit: int  # what becomes wider: number of the block in its head, or -1 for V
     width: int
 
 

@@ -20,18 +20,12 @@ FLOAT16_FACTOR = 4096.0
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """The output head of a decoder: logits = cap * tanh(z / cap) with z = multiplier * (W h + b).
+    """The output head of a decoder: logits = cap * tanh(z / cap) with z = multiplier * (W h + b)."""
 
-    weight: W [vocabulary, hidden], on the device of the hidden states.
-    bias: b [vocabulary], or None.
-    multiplier: factor of the logits (1 / logits_scaling of Granite, logit_scale of Cohere).
-    cap: final_logit_softcapping of Gemma 2, or None.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
-    multiplier: float = 1.0
-    cap: float | None = None
+    weight: Tensor  # W [vocabulary, hidden], on the device of the hidden states
+    bias: Tensor | None = None  # b [vocabulary], or None
+    multiplier: float = 1.0  # factor of the logits (1 / logits_scaling of Granite, logit_scale of Cohere)
+    cap: float | None = None  # final_logit_softcapping of Gemma 2, or None
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head:

@@ -26,16 +26,11 @@ BEYOND = {  # model types that hold or read their keys in a way of their own, wh
 
 
 class DecoderShape(NamedTuple):
-    """The shape [L, H, D] of alpha and of a mask.
+    """The shape [L, H, D] of alpha and of a mask."""
 
-    layers: L, decoder layers.
-    kv_heads: H, KV heads per layer.
-    head_dim: D, channels of a key.
-    """
-
-    layers: int
-    kv_heads: int
-    head_dim: int
+    layers: int  # L, decoder layers
+    kv_heads: int  # H, KV heads per layer
+    head_dim: int  # D, channels of a key
 
 
 def kv_shape(config: PreTrainedConfig) -> DecoderShape:

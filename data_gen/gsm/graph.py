@@ -17,16 +17,11 @@ LARGE = 60  # a quantity above this is no longer multiplied
 
 @dataclass(frozen=True)
 class Quantity:
-    """Something that a problem counts.
+    """Something that a problem counts."""
 
-    what: "number" or "average" of a kind in a place; "total" of a place; "grand", the total of a place's parts.
-    place: where it is counted.
-    kind: what is counted; empty for "total" and "grand".
-    """
-
-    what: str
-    place: str
-    kind: str = ""
+    what: str  # "number" or "average" of a kind in a place; "total" of a place; "grand", the total of a place's parts
+    place: str  # where it is counted
+    kind: str = ""  # what is counted; empty for "total" and "grand"
 
     @property
     def needs(self) -> int:
@@ -36,43 +31,28 @@ class Quantity:
 
 @dataclass
 class Definition:
-    """What a quantity equals.
+    """What a quantity equals."""
 
-    refs: the quantities that the definition names.
-    constant: the number that it names, None if it names none.
-    difference: whether the two quantities are subtracted; they are added otherwise.
-    times: whether the constant multiplies the quantities; it is added otherwise.
-    """
-
-    refs: list[Quantity]
-    constant: int | None = None
-    difference: bool = False
-    times: bool = False
+    refs: list[Quantity]  # the quantities that the definition names
+    constant: int | None = None  # the number that it names, None if it names none
+    difference: bool = False  # whether the two quantities are subtracted; they are added otherwise
+    times: bool = False  # whether the constant multiplies the quantities; it is added otherwise
 
 
 @dataclass
 class Graph:
-    """Definitions in the order in which they were made; each names only quantities that are defined after it.
+    """Definitions in the order in which they were made; each names only quantities that are defined after it."""
 
-    d: 2 (medium) or 3 (hard).
-    kinds, places: names for new quantities.
-    rng: the source of every choice.
-    definitions: quantity -> its definition.
-    open: quantities that are named and not defined yet.
-    taken: quantities that are named.
-    closed: places with a total; no further quantity of such a place may be named.
-    values: quantity -> its value.
-    """
-
-    d: int
-    kinds: list[str]
+    d: int  # 2 (medium) or 3 (hard)
+    kinds: list[str]  # kinds, places: names for new quantities
     places: list[str]
-    rng: random.Random
-    definitions: dict[Quantity, Definition] = field(default_factory=dict)
-    open: list[Quantity] = field(default_factory=list)
-    taken: set[Quantity] = field(default_factory=set)
+    rng: random.Random  # the source of every choice
+    definitions: dict[Quantity, Definition] = field(default_factory=dict)  # quantity -> its definition
+    open: list[Quantity] = field(default_factory=list)  # quantities that are named and not defined yet
+    taken: set[Quantity] = field(default_factory=set)  # quantities that are named
+    # places with a total; no further quantity of such a place may be named
     closed: set[str] = field(default_factory=set)
-    values: dict[Quantity, int] = field(default_factory=dict)
+    values: dict[Quantity, int] = field(default_factory=dict)  # quantity -> its value
 
     def grow(self, target: str, op: int) -> Quantity:
         """Define a quantity of the form `target` ("number", "total", ..) in exactly `op` edges, and return it."""

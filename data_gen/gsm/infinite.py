@@ -33,28 +33,18 @@ _MIX = ("crazy_zootopia",) * 8 + ("teachers_in_school", "movie_festival_awards")
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem as `eval` reads it.
+    """A problem as `eval` reads it."""
 
-    problem, question: the text.
-    solution: the value of every quantity on the way, each after those it follows from; an unknown comes first.
-    answer: the value of the quantity asked for.
-    op: edges on the solution path.
-    template, mode: one of `TEMPLATES`, one of `MODES`.
-    length: the nominal length in tokens (0, 8000, ..).
-    d: 2 (medium) or 3 (hard).
-    id: unique among all problems.
-    """
-
-    problem: str
+    problem: str  # problem, question: the text
     question: str
-    solution: str
-    answer: int
-    op: int
-    template: str
+    solution: str  # the value of every quantity on the way, each after those it follows from; an unknown comes first
+    answer: int  # the value of the quantity asked for
+    op: int  # edges on the solution path
+    template: str  # template, mode: one of `TEMPLATES`, one of `MODES`
     mode: str
-    length: int
-    d: int
-    id: str
+    length: int  # the nominal length in tokens (0, 8000, ..)
+    d: int  # 2 (medium) or 3 (hard)
+    id: str  # unique among all problems
 
 
 def realistic(

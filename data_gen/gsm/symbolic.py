@@ -19,23 +19,15 @@ QUESTION = (
 
 @dataclass(frozen=True)
 class SymbolicProblem:
-    """A problem as `eval` reads it.
+    """A problem as `eval` reads it."""
 
-    problem, question: the text.
-    answer_list: names of the variables that equal the value in the question.
-    op: variables that can be derived.
-    n: variables in all.
-    length: the nominal length in tokens.
-    id: unique among all problems.
-    """
-
-    problem: str
+    problem: str  # problem, question: the text
     question: str
-    answer_list: tuple[str, ...]
-    op: int
-    n: int
-    length: int
-    id: str
+    answer_list: tuple[str, ...]  # names of the variables that equal the value in the question
+    op: int  # variables that can be derived
+    n: int  # variables in all
+    length: int  # the nominal length in tokens
+    id: str  # unique among all problems
 
 
 def symbolic(op: int, seed: int, index: int, length: int = 0) -> SymbolicProblem:

@@ -10,16 +10,11 @@ from leank.data_gen.gsm.graph import Definition, Quantity
 
 @dataclass(frozen=True)
 class Template:
-    """The words of a template.
+    """The words of a template."""
 
-    kinds: first and second words of a kind, each separated by commas; a blank joins them.
-    places: first and second parts of a place, each separated by commas; nothing joins them.
-    average, total, grand: how a quantity of that form is called, with {kind} and {place}.
-    """
-
-    kinds: tuple[str, str]
-    places: tuple[str, str]
-    average: str
+    kinds: tuple[str, str]  # first and second words of a kind, each separated by commas; a blank joins them
+    places: tuple[str, str]  # first and second parts of a place, each separated by commas; nothing joins them
+    average: str  # average, total, grand: how a quantity of that form is called, with {kind} and {place}
     total: str
     grand: str
 

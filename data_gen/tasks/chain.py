@@ -25,13 +25,11 @@ class Chain(LaidOut):
     """A table of paths whose lines are shuffled; a question asks for one path from its start to its end, line by line.
 
     The reply is right if its end is: every line of the reply tells which line of the table is needed next.
-
-    steps: lines of the path up to its end, at least 1. Other paths, up to twice as long, fill the table.
-    max_new_tokens: room for the reply.
     """
 
+    # lines of the path up to its end, at least 1. Other paths, up to twice as long, fill the table.
     steps: Positive = 64
-    max_new_tokens: Positive = 1024
+    max_new_tokens: Positive = 1024  # room for the reply
 
     def layout(self, request: Request, rng: random.Random) -> Layout:
         """See `LaidOut.layout`; a unit of filler is a line of another path."""

@@ -37,25 +37,16 @@ DEPTHS = tuple(round(100 * i / 39) for i in range(40))  # RULER: 40 depths in pe
 
 @dataclass(frozen=True)
 class Niah(LaidOut):
-    """One member of the family.
-
-    haystack: "noise", "essay" or "needle".
-    key_type, value_type: "words", "numbers" or "uuids".
-    num_keys: needles with different keys, the queried ones included.
-    num_values: values per key.
-    num_queries: keys that a question asks for.
-    max_new_tokens: room for the reply.
-    needle, header, question, prefix: the wording; None is RULER's.
-    """
+    """One member of the family."""
 
     haystack: Annotated[str, OneOf("noise", "essay", "needle")] = "noise"
     key_type: Kind = "words"
     value_type: Kind = "numbers"
-    num_keys: Positive = 1
-    num_values: Positive = 1
-    num_queries: Positive = 1
-    max_new_tokens: Positive = 128
-    needle: str = NEEDLE
+    num_keys: Positive = 1  # needles with different keys, the queried ones included
+    num_values: Positive = 1  # values per key
+    num_queries: Positive = 1  # keys that a question asks for
+    max_new_tokens: Positive = 128  # room for the reply
+    needle: str = NEEDLE  # needle, header, question, prefix: the wording; None is RULER's
     header: str | None = None
     question: str | None = None
     prefix: str | None = None

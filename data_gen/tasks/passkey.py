@@ -23,16 +23,11 @@ PREFIX = " The {ordinal} passkey to the vault is:"
 
 @dataclass(frozen=True)
 class Passkey(LaidOut):
-    """Passkeys at depths between 5% and 95% of natural text, one of which a question asks for.
+    """Passkeys at depths between 5% and 95% of natural text, one of which a question asks for."""
 
-    num_passkeys: passkeys in the text, and the most questions about it.
-    num_words: words per passkey.
-    max_new_tokens: room for the reply.
-    """
-
-    num_passkeys: Annotated[int, Ge(1), Le(len(ORDINALS))] = 10
-    num_words: Positive = 32
-    max_new_tokens: Positive = 128
+    num_passkeys: Annotated[int, Ge(1), Le(len(ORDINALS))] = 10  # passkeys in the text, and the most questions about it
+    num_words: Positive = 32  # words per passkey
+    max_new_tokens: Positive = 128  # room for the reply
 
     def step(self, request: Request) -> int:
         """Return one word; RULER has no such task."""

@@ -38,17 +38,12 @@ FILES = {"squad": "SQuAD's dev-v2.0.json", "hotpotqa": "HotpotQA's hotpot_dev_di
 
 @dataclass(frozen=True)
 class Asked:
-    """A question of the data set.
+    """A question of the data set."""
 
-    question, answers: its text, and all answers that count.
-    gold: indices of its own documents.
-    related: indices of other documents of the same article (SQuAD).
-    """
-
-    question: str
+    question: str  # question, answers: its text, and all answers that count
     answers: tuple[str, ...]
-    gold: tuple[int, ...]
-    related: tuple[int, ...] = ()
+    gold: tuple[int, ...]  # indices of its own documents
+    related: tuple[int, ...] = ()  # indices of other documents of the same article (SQuAD)
 
 
 @dataclass(frozen=True)
@@ -57,13 +52,10 @@ class QuestionAnswering(Task):
 
     Document `index` asks question number `index` of the file `Request.data`; SQuAD's questions without an answer do
     not count.
-
-    dataset: "squad" or "hotpotqa".
-    max_new_tokens: room for the reply.
     """
 
     dataset: Annotated[str, OneOf(*FILES)]
-    max_new_tokens: Positive = 32
+    max_new_tokens: Positive = 32  # room for the reply
 
     def fill(self, request: Request) -> Draft:
         """See `Task.fill`; the last document is cut at a word."""

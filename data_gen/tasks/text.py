@@ -24,12 +24,10 @@ BLOCK = 64  # sentences whose tokens are counted together
 
 @dataclass(frozen=True)
 class Text(Task):
-    """Consecutive sentences, from the user's own files where `Request.essays` names them.
+    """Consecutive sentences, from the user's own files where `Request.essays` names them."""
 
-    kind: "go_on": the first question asks for what follows the document, the others for what follows a few words from
-        elsewhere. "quote": every question asks for a passage of the document.
-    """
-
+    # "go_on": the first question asks for what follows the document, the others for what follows a few words from
+    # elsewhere. "quote": every question asks for a passage of the document.
     kind: Annotated[str, OneOf("go_on", "quote")] = "go_on"
     max_new_tokens: int = 128
 

@@ -44,14 +44,11 @@ class CommonWords(Task):
 
     The example has 40 words, which appear 10 and 3 times. Below `SHORT` tokens words appear 6 times and once, and the
     example has 20 words, which appear 3 times and once, as in RULER.
-
-    max_new_tokens: room for the reply.
     """
 
-    max_new_tokens: int = 120
+    max_new_tokens: int = 120  # room for the reply
 
     def fill(self, request: Request) -> Draft:
-        """See `Task.fill`."""
         rng = request.rng()
         words = self._words(request, rng)
         shot = self._shot(request, words, rng)
@@ -160,11 +157,9 @@ class FrequentWords(Task):
     """Coded words whose counts follow a zeta distribution; the one question asks for the ranks 2 to 4.
 
     The word of rank k of n appears n / (k^2 zeta(2)) times, rounded down. The most frequent word is "...".
-
-    max_new_tokens: room for the reply.
     """
 
-    max_new_tokens: int = 50
+    max_new_tokens: int = 50  # room for the reply
 
     def fill(self, request: Request) -> Draft:
         """See `Task.fill`; dots fill the tokens that the distribution leaves."""

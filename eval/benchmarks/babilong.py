@@ -57,18 +57,16 @@ class BabiLong(FromFiles):
     """BABILong; its cells are named qa1_4k and so on.
 
     path: a folder of files QA/LENGTH.json or QA_LENGTH.jsonl (.gz too).
-    tasks: of qa1 to qa5.
-    lengths: the data set's own names, about so many tokens.
     """
 
-    tasks: Tasks = TASKS
+    tasks: Tasks = TASKS  # of qa1 to qa5
+    # the data set's own names, about so many tokens
     lengths: Annotated[Sequence[str], MinLen(1)] = ("4k", "8k", "16k", "32k")
     name: str = "babilong"
 
     schema = TypeAdapter(BabiLongLine)
 
     def wanted(self) -> Sequence[str]:
-        """Return task and length of each cell. Raises ValueError for an unknown one."""
         known_tasks(self.tasks, TASKS, "is not in BABILong")
         for length in self.lengths:
             if length not in LENGTHS:
@@ -76,7 +74,6 @@ class BabiLong(FromFiles):
         return [f"{task}_{length}" for length in self.lengths for task in self.tasks]
 
     def lines(self, task: str) -> Iterator[Line]:
-        """Yield the lines of a task at a length."""
         name, length = task.split("_")
         if self.path is None:
             return from_hub(f"BABILong {task}", REPO, length, name, f"Pass path=<a folder with {name}/{length}.json>")

@@ -157,14 +157,10 @@ def checked(lines: Iterable[Line], schema: TypeAdapter[Any], same: Sequence[str]
 
 @dataclass
 class FromFiles(Benchmark):
-    """A benchmark of files; its subclasses say where lines are, what they must hold, and how they become rows.
+    """A benchmark of files; its subclasses say where lines are, what they must hold, and how they become rows."""
 
-    path: where the data is; None asks the hub.
-    samples: how many samples of each task are used, from the first on; None takes all.
-    """
-
-    path: str | None = None
-    samples: Samples | None = None
+    path: str | None = None  # where the data is; None asks the hub
+    samples: Samples | None = None  # how many samples of each task are used, from the first on; None takes all
     name: str = ""
     seed: Seed = 0
     _lines: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
@@ -248,15 +244,12 @@ class FromFiles(Benchmark):
         return dict(self._file)
 
     def data(self, task: str) -> str | None:
-        """Return what the task's data is known by; see `Benchmark.data`."""
         return None if self._file else self._digests[task]
 
     def cells(self) -> list[Cell]:
-        """Return all cells in the order of the run."""
         return [Cell(task, None, tuple(lines)) for task, lines in self._lines.items()]
 
     def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
-        """Build one sample; see `Benchmark.row`."""
         row = replace(self.build(cell.task, self._lines[cell.task][sample]), id=sample)
         if not self.cut:
             return row

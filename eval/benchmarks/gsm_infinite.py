@@ -136,23 +136,19 @@ class GsmInfinite(FromFiles):
     """GSM-Infinite; a cell is a subset at a nominal length.
 
     path: .jsonl or .jsonl.gz of problems, see `RealisticLine`, `SymbolicLine`; None generates them.
-    subsets: "medium", "hard" or "symbolic", of the generator; a file has its own.
-    lengths: nominal tokens, of the generator; 0 is without filler.
-    ops: problems of other ops are left out; None takes all of a file.
-    samples: the first so many of each subset, length and op; None takes all of a file.
-    merge_turns: whether a problem is one user turn, for templates that refuse two in a row.
-    max_new_tokens: of a reply.
-    seed: of the generator.
     """
 
+    # "medium", "hard" or "symbolic", of the generator; a file has its own
     subsets: Annotated[Sequence[Annotated[str, OneOf(*SUBSETS)]], MinLen(1)] = ("medium", "hard")
+    # nominal tokens, of the generator; 0 is without filler
     lengths: Annotated[Sequence[Count], MinLen(1)] = (8000, 16_000, 32_000)
+    # problems of other ops are left out; None takes all of a file
     ops: Annotated[Sequence[Annotated[int, Ge(2)]], MinLen(1)] | None = (2, 4, 6, 8, 10, 12)
-    samples: Samples | None = 256
-    merge_turns: bool = False
-    max_new_tokens: Positive = MAX_NEW_TOKENS
+    samples: Samples | None = 256  # the first so many of each subset, length and op; None takes all of a file
+    merge_turns: bool = False  # whether a problem is one user turn, for templates that refuse two in a row
+    max_new_tokens: Positive = MAX_NEW_TOKENS  # of a reply
     name: str = "gsm_infinite"
-    seed: Seed = 42
+    seed: Seed = 42  # of the generator
 
     schema = TypeAdapter(
         Annotated[
@@ -162,7 +158,6 @@ class GsmInfinite(FromFiles):
     same = ("id", "problem", "question")
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_new_tokens: int | None) -> None:
-        """Read the problems of a file, or plan those that are generated when they are asked for."""
         if self.path is None:
             self._plan()
             return
@@ -200,29 +195,24 @@ class GsmInfinite(FromFiles):
         return super().tried() if self.path is not None else [(cell, cell.samples[-1]) for cell in self.cells()]
 
     def lines(self, task: str) -> Iterator[Line]:
-        """Yield the lines of the file; see `from_files.read`."""
         return read("GSM-Infinite", task, self.path, Hub("no data set", f"{task}.jsonl"))
 
     def data(self, task: str) -> None:
         """A file counts in `identity`, the generator has none."""
 
     def identity(self) -> dict[str, object]:
-        """Return what every sample depends on; see `Benchmark.identity`."""
         return {**super().identity(), "merge_turns": self.merge_turns, "max_new_tokens": self.max_new_tokens}
 
     def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
-        """Build one sample; see `Benchmark.row`."""
         data = self._lines[cell.task][sample]
         if self.path is None:
             data = self._generate(data, tokenizer)
         return replace(self.build(cell.task, data), id=sample, max_new_tokens=self.max_new_tokens)
 
     def build(self, task: str, data: Any) -> Row:
-        """Build a row of a problem."""
         return symbolic_row(data) if _kind(data) == "symbolic" else realistic_row(data, self.merge_turns)
 
     def right(self, row: Row) -> Sequence[str]:
-        """Return a reply that is right."""
         return [f"Answer: {row.answers[0]}." if row.metric == "gsm_infinite" else ", ".join(row.answers)]
 
     def _generate(self, planned: tuple[str, int, int, int], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -96,16 +96,12 @@ SCHEMAS: dict[str, TypeAdapter[Any]] = {"json_kv": TypeAdapter(KvLine), **dict.f
 @benchmark("helmet")
 @dataclass
 class Helmet(FromFiles):
-    """HELMET; its cells are named nq_8k and so on.
+    """HELMET; its cells are named nq_8k and so on; path: the folder that holds json_kv/, kilt/ and icl/."""
 
-    path: the folder that holds json_kv/, kilt/ and icl/.
-    tasks: json_kv; nq, triviaqa, hotpotqa, popqa; trec_coarse, trec_fine, banking77, clinic150, nlu.
-    lengths: 8k to 128k, about so many tokens.
-    style: "completion", which ends with the start of the answer, or "chat", through the chat template.
-    """
-
-    tasks: Tasks = TASKS
+    tasks: Tasks = TASKS  # json_kv; nq, triviaqa, hotpotqa, popqa; trec_coarse, trec_fine, banking77, clinic150, nlu
+    # 8k to 128k, about so many tokens
     lengths: Annotated[Sequence[Annotated[str, OneOf(*LENGTHS)]], MinLen(1)] = ("8k", "16k", "32k")
+    # "completion", which ends with the start of the answer, or "chat", through the chat template
     style: Annotated[str, OneOf("completion", "chat")] = "completion"
     name: str = "helmet"
     _examples: dict[str, list[Any]] = field(default_factory=dict, repr=False)
@@ -113,7 +109,6 @@ class Helmet(FromFiles):
     schema = TypeAdapter(dict[str, Any])  # `lines` checks each task's own
 
     def wanted(self) -> Sequence[str]:
-        """Return task and length of each cell. Raises ValueError for an unknown one."""
         known_tasks(self.tasks, TASKS, "is no task of HELMET that is here")
         return [f"{task}_{length}" for length in self.lengths for task in self.tasks]
 
@@ -135,11 +130,9 @@ class Helmet(FromFiles):
         return lines if task != "popqa" else (x for x in lines if math.log10(x.data.get("s_pop") or 1) < POPULAR)
 
     def _known_by(self, task: str, lines: Sequence[Line]) -> str:
-        """Count the examples, too."""
         return digest(repr(self._examples.get(task)) + super()._known_by(task, lines))
 
     def build(self, task: str, data: Any) -> Row:
-        """Build a row of one line with the official prompt."""
         name = task.rpartition("_")[0]
         if name == "json_kv":
             shown = "".join(f"Key: {key}\nCorresponding value: {value}\n\n" for key, value in data["demos"][:SHOTS])
@@ -207,7 +200,6 @@ class Helmet(FromFiles):
         return names, [example for one in chosen for example in one][:shots]
 
     def identity(self) -> dict[str, object]:
-        """Return what every sample depends on; see `Benchmark.identity`."""
         return {"style": self.style, **super().identity()}
 
 

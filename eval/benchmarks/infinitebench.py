@@ -50,32 +50,23 @@ def assets() -> dict[str, dict[str, Any]]:
 
 
 class InfiniteBenchLine(TypedDict):
-    """A published line.
-
-    answer: a number for code_run and math_find, numbers for math_calc, else a text; one, or a list.
-    options: four texts, of multiple choice alone.
-    """
+    """A published line."""
 
     context: NotBlank
     input: str
-    answer: object
-    options: NotRequired[list[object]]
+    answer: object  # a number for code_run and math_find, numbers for math_calc, else a text; one, or a list
+    options: NotRequired[list[object]]  # four texts, of multiple choice alone
     id: NotRequired[str | int | None]
 
 
 @benchmark("infinitebench")
 @dataclass
 class InfiniteBench(FromFiles):
-    """InfiniteBench.
+    """InfiniteBench; path: a folder of <task>.jsonl files."""
 
-    path: a folder of <task>.jsonl files.
-    tasks: official names; None takes ASL's ten.
-    style: "completion" or "chat", see above.
-    max_length: tokens above which a prompt is cut; None takes what the model's positions leave.
-    """
-
-    tasks: Tasks | None = None
-    style: Annotated[str, OneOf(*STYLES)] = "completion"
+    tasks: Tasks | None = None  # official names; None takes ASL's ten
+    style: Annotated[str, OneOf(*STYLES)] = "completion"  # "completion" or "chat", see above
+    # tokens above which a prompt is cut; None takes what the model's positions leave
     max_length: Positive | None = None
     name: str = "infinitebench"
 
@@ -84,15 +75,12 @@ class InfiniteBench(FromFiles):
     cut = True
 
     def wanted(self) -> Sequence[str]:
-        """Return the names of the tasks. Raises ValueError for an unknown one."""
         return known_tasks(self.tasks or TASKS, assets()["max_new_tokens"], "is not in InfiniteBench")
 
     def lines(self, task: str) -> Iterator[Line]:
-        """Yield the published lines of a task; see `from_files.read`."""
         return read(f"InfiniteBench {task}", task, self.path, Hub(REPO, f"{task}.jsonl"))
 
     def build(self, task: str, data: InfiniteBenchLine) -> Row:
-        """Build a row of one line, with the official prompt."""
         start, end = assets()[self.style][task].split("{context}")
         answers, fields = label(task, data), _fields(task, data)
         return Row(
@@ -117,7 +105,6 @@ class InfiniteBench(FromFiles):
         return [f"{row.answers[1]}."] if row.task in CHOICES else super().right(row)
 
     def identity(self) -> dict[str, object]:
-        """Return what every sample depends on; see `Benchmark.identity`."""
         return {"max_length": self.max_length, "style": self.style, **super().identity()}
 
 

@@ -79,16 +79,11 @@ class LongBenchLine(TypedDict):
 @benchmark("longbench")
 @dataclass
 class LongBench(FromFiles):
-    """LongBench v1.
+    """LongBench v1; path: .jsonl, .jsonl.gz, data.zip or a folder of them."""
 
-    path: .jsonl, .jsonl.gz, data.zip or a folder of them.
-    tasks: official names; None takes those of `preset`.
-    preset: tasks of a paper's table.
-    max_length: tokens above which a prompt is cut; None takes what the model's positions leave.
-    """
-
-    tasks: Tasks | None = None
-    preset: Annotated[str, OneOf(*PRESETS)] = "leank"
+    tasks: Tasks | None = None  # official names; None takes those of `preset`
+    preset: Annotated[str, OneOf(*PRESETS)] = "leank"  # tasks of a paper's table
+    # tokens above which a prompt is cut; None takes what the model's positions leave
     max_length: Positive | None = None
     name: str = "longbench"
 
@@ -97,11 +92,9 @@ class LongBench(FromFiles):
     cut = True
 
     def wanted(self) -> Sequence[str]:
-        """Return the names of the tasks. Raises ValueError for an unknown one."""
         return known_tasks(self.tasks or PRESETS[self.preset], [*prompts(), *E_TASKS], "is not in LongBench")
 
     def lines(self, task: str) -> Iterator[Line]:
-        """Yield the data set's own lines; see `from_files.read`."""
         return read(f"LongBench {task}", task, self.path, HUB)
 
     def build(self, task: str, data: LongBenchLine) -> Row:
@@ -137,7 +130,6 @@ class LongBench(FromFiles):
         return () if official in (code_similarity, rouge_l, rouge_chinese) else row.answers
 
     def identity(self) -> dict[str, object]:
-        """Return what every sample depends on; see `Benchmark.identity`."""
         return {"max_length": self.max_length, **super().identity()}
 
 

@@ -57,14 +57,10 @@ class LongBenchV2Line(TypedDict):
 @benchmark("longbench_v2")
 @dataclass
 class LongBenchV2(FromFiles):
-    """LongBench v2.
+    """LongBench v2; path: data.json, a .jsonl or .jsonl.gz, or a folder of one."""
 
-    path: data.json, a .jsonl or .jsonl.gz, or a folder of one.
-    tasks: all; or easy and hard; or short, medium and long.
-    max_length: tokens above which a prompt is cut; None takes what the model's positions leave.
-    """
-
-    tasks: Tasks = ("all",)
+    tasks: Tasks = ("all",)  # all; or easy and hard; or short, medium and long
+    # tokens above which a prompt is cut; None takes what the model's positions leave
     max_length: Positive | None = None
     name: str = "longbench_v2"
 
@@ -74,7 +70,6 @@ class LongBenchV2(FromFiles):
     one_file = True
 
     def wanted(self) -> Sequence[str]:
-        """Return the columns of the table. Raises ValueError for an unknown one."""
         return known_tasks(self.tasks, TASKS, "is no part of LongBench v2")
 
     def lines(self, task: str) -> Iterator[Line]:
@@ -97,11 +92,9 @@ class LongBenchV2(FromFiles):
         )
 
     def right(self, row: Row) -> Sequence[str]:
-        """Return the answer in its sentence."""
         return [f"The correct answer is ({row.answers[0]})"]
 
     def identity(self) -> dict[str, object]:
-        """Return what every sample depends on; see `Benchmark.identity`."""
         return {"max_length": self.max_length, **super().identity()}
 
 

@@ -40,24 +40,18 @@ class Math500Line(TypedDict):
 @benchmark("math500")
 @dataclass
 class Math500(FromFiles):
-    """MATH-500.
+    """MATH-500; path: test.jsonl of prm800k's math_splits, or its folder."""
 
-    path: test.jsonl of prm800k's math_splits, or its folder.
-    max_new_tokens: of a reply.
-    """
-
-    max_new_tokens: Positive = MAX_NEW_TOKENS
+    max_new_tokens: Positive = MAX_NEW_TOKENS  # of a reply
     name: str = "math500"
 
     schema = TypeAdapter(Math500Line)
     same = ("unique_id",)
 
     def lines(self, task: str) -> Iterator[Line]:
-        """Yield the data set's lines; see `from_files.read`."""
         return read("MATH-500", "test", self.path, Hub("HuggingFaceH4/MATH-500", "test.jsonl"))
 
     def build(self, task: str, data: Math500Line) -> Row:
-        """Build a row of one line."""
         return Row(
             task="math500",
             id=str(data.get("unique_id", "")),
@@ -70,11 +64,9 @@ class Math500(FromFiles):
         )
 
     def right(self, row: Row) -> Sequence[str]:
-        """Return the answer in its box."""
         return [f"\\boxed{{{row.answers[0]}}}"]
 
     def identity(self) -> dict[str, object]:
-        """Return what every sample depends on; see `Benchmark.identity`."""
         return {"max_new_tokens": self.max_new_tokens, **super().identity()}
 
 

@@ -65,14 +65,11 @@ class Mmlu(FromFiles):
 
     path: the folder that holds dev/ and test/ with the official CSV files, or a .jsonl (.gz) of lines with "split",
         "subject", "question", "choices" and "answer".
-    tasks: subjects; None takes Lethe's eight.
-    shots: examples before the question.
-    reasoning: whether the reply is reasoning of at most max_new_tokens; else it is one token, the letter.
     """
 
-    tasks: Tasks | None = None
-    shots: Count = 5
-    reasoning: bool = True
+    tasks: Tasks | None = None  # subjects; None takes Lethe's eight
+    shots: Count = 5  # examples before the question
+    reasoning: bool = True  # whether the reply is reasoning of at most max_new_tokens; else it is one token, the letter
     max_new_tokens: Positive = MAX_NEW_TOKENS
     name: str = "mmlu"
     _dev: dict[str, list[Question]] = field(default_factory=dict, repr=False)
@@ -81,7 +78,6 @@ class Mmlu(FromFiles):
     one_file = True
 
     def wanted(self) -> Sequence[str]:
-        """Return the subjects."""
         return list(self.tasks or LETHE)
 
     def lines(self, task: str) -> Iterator[Line]:
@@ -107,7 +103,6 @@ class Mmlu(FromFiles):
         return (x for x in checked(lines, LINE) if (x.data["subject"], x.data["split"]) == (subject, split))
 
     def _known_by(self, task: str, lines: Sequence[Line]) -> str:
-        """Count the examples, too."""
         return digest(json.dumps(self._dev[task], sort_keys=True) + super()._known_by(task, lines))
 
     def build(self, task: str, data: Question) -> Row:
@@ -131,7 +126,6 @@ class Mmlu(FromFiles):
         )
 
     def identity(self) -> dict[str, object]:
-        """Return what every sample depends on; see `Benchmark.identity`."""
         reply = self.max_new_tokens if self.reasoning else 1
         return {"shots": self.shots, "reasoning": self.reasoning, "max_new_tokens": reply, **super().identity()}
 

@@ -145,23 +145,16 @@ class DecodeLoop:
 
 @dataclass
 class KeptSteps:
-    """Captured steps that a cache keeps from one call of generate() to the next, through reset().
+    """Captured steps that a cache keeps from one call of generate() to the next, through reset()."""
 
-    loop: the loop whose step was captured, None = none yet
-    key: of `step_key` when it was captured
-    """
-
-    loop: DecodeLoop | None = None
-    key: tuple[object, ...] = ()
+    loop: DecodeLoop | None = None  # the loop whose step was captured, None = none yet
+    key: tuple[object, ...] = ()  # of `step_key` when it was captured
 
     def __reduce__(self) -> tuple[type[KeptSteps], tuple[()]]:  # a copy of a cache lies at other addresses
         return KeptSteps, ()
 
 
 def step_key(model: PreTrainedModel, addresses: tuple[object, ...]) -> tuple[object, ...]:
-    """Equal at two moments if a step captured at one can be replayed at the other.
-
-    addresses: those of the cache.
-    """
+    """Equal at two moments if a step captured at one can be replayed at the other; addresses: those of the cache."""
     weights = (tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
     return id(model), model.training, model.config._attn_implementation, *weights, *addresses

@@ -46,19 +46,14 @@ SEGMENTS = ("prompt", "tail")
 
 @dataclass(frozen=True)
 class Header(Checked):
-    """What a file says beside its tensors.
+    """What a file says beside its tensors."""
 
-    model, mask: digests
-    sizes: of every compressed layer
-    columns: of the prompt and of what followed, padding included
-    packing: of each layer, bits and group of a packed middle; None = it is in the model's dtype, or in the bits of its
-        tensors key_bits and value_bits
-    """
-
-    model: str
+    model: str  # model, mask: digests
     mask: str
-    sizes: Sizes
-    columns: Annotated[int, Ge(1), Le(LONGEST)]
+    sizes: Sizes  # of every compressed layer
+    columns: Annotated[int, Ge(1), Le(LONGEST)]  # of the prompt and of what followed, padding included
+    # of each layer, bits and group of a packed middle; None = it is in the model's dtype, or in the bits of its tensors
+    # key_bits and value_bits
     packing: Sequence[Sequence[int] | None]
 
 

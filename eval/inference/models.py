@@ -16,12 +16,9 @@ from leank.typed import shown
 
 @dataclass(frozen=True)
 class ModelConfig(backbone.ModelConfig):
-    """Settings of the model: those of training, and where it runs.
+    """Settings of the model: those of training, and where it runs."""
 
-    device: str, default "auto": a device of torch; "auto" is a GPU where there is one.
-    """
-
-    device: str = "auto"
+    device: str = "auto"  # a device of torch; "auto" is a GPU where there is one
 
     @property
     def label(self) -> str:

@@ -89,15 +89,11 @@ def multiplies_half(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class Tiles(NamedTuple):
-    """How the kernel is launched.
+    """How the kernel is launched."""
 
-    keys, queries: of a tile
-    warps, stages: of a program
-    """
-
-    keys: int = 128
+    keys: int = 128  # keys, queries: of a tile
     queries: int = 64
-    warps: int = 4
+    warps: int = 4  # warps, stages: of a program
     stages: int = 4
 
 

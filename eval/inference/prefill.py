@@ -128,26 +128,19 @@ class PromptLayer(DynamicLayer):
 
 @dataclass
 class Prefill:
-    """What a pass over B left-padded prompts of T columns leaves for the methods.
+    """What a pass over B left-padded prompts of T columns leaves for the methods."""
 
-    layers: list: a PromptLayer each, or transformers' own layer where the model has sliding-window attention.
-    real: bool [B, T] or None: False marks padding; None is no padding.
-    logits: [B, vocabulary]: logits of the next token.
-    columns: int: T.
-    selected: list or None, default None: for each layer the tokens that the current method keeps, sink and window
-      included: bool [B, H, columns of the layer], None if all stay.
-    selected_at: list or None, default None: for each row the layer above which a pass dropped tokens, where the pass
-      looks for that layer itself; -1 if it found none.
-    given: list or None, default None: for each row the real tokens of its prompt, where a pass may have left some out
-      in every layer.
-    """
-
-    layers: list[Any]
-    real: Tensor | None
-    logits: Tensor
-    columns: int
+    layers: list[Any]  # a PromptLayer each, or transformers' own layer where the model has sliding-window attention
+    real: Tensor | None  # bool [B, T] or None: False marks padding; None is no padding
+    logits: Tensor  # [B, vocabulary]: logits of the next token
+    columns: int  # T
+    # for each layer the tokens that the current method keeps, sink and window included: bool [B, H, columns of the
+    # layer], None if all stay
     selected: list[Tensor | None] | None = None
+    # for each row the layer above which a pass dropped tokens, where the pass looks for that layer itself; -1 if it
+    # found none
     selected_at: list[int] | None = None
+    # for each row the real tokens of its prompt, where a pass may have left some out in every layer
     given: list[int] | None = None
 
     @property

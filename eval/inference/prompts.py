@@ -20,17 +20,11 @@ log = logging.getLogger("eval")
 
 @dataclass(frozen=True)
 class Prompt:
-    """The tokens that the model reads.
+    """The tokens that the model reads."""
 
-    ids: int: every token up to the reply.
-    question: int: index of the first token that belongs to the question.
-    specials: "text", "as_is" or None, default None: how names of special tokens in the sample's own text were read;
-      None if it has none.
-    """
-
-    ids: list[int]
-    question: int
-    specials: str | None = None
+    ids: list[int]  # every token up to the reply
+    question: int  # index of the first token that belongs to the question
+    specials: str | None = None  # how names of special tokens in the sample's own text were read; None if it has none
 
 
 def uses_chat(tokenizer: PreTrainedTokenizerBase, row: Row, chat: bool | None) -> bool:

@@ -31,20 +31,13 @@ ALIKE = 0.95  # share of samples with equal scores from which a reader is told o
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the rows say of one comparison.
+    """What the rows say of one comparison."""
 
-    compared: what is compared, and the bound that the paper's claim puts on it.
-    figures: the mean, its interval and how many units they are of.
-    verdict: whether the claim shows.
-    why: why an undecided comparison is not decided.
-    remarks: what to know of a verdict beside its interval, such as that the methods hardly differ.
-    """
-
-    compared: str
-    figures: str
-    verdict: Verdict
-    why: str = ""
-    remarks: Sequence[str] = ()
+    compared: str  # what is compared, and the bound that the paper's claim puts on it
+    figures: str  # the mean, its interval and how many units they are of
+    verdict: Verdict  # whether the claim shows
+    why: str = ""  # why an undecided comparison is not decided
+    remarks: Sequence[str] = ()  # what to know of a verdict beside its interval, such as that the methods hardly differ
 
     @property
     def sentence(self) -> str:

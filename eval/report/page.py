@@ -28,19 +28,15 @@ class Reply(NamedTuple):
 
 @dataclass
 class Section:
-    """What a page shows of one run.
-
-    figures: (caption, SVG).
-    replies: under the summary that folds them; under "" they stand open.
-    heading: above the replies.
-    """
+    """What a page shows of one run."""
 
     title: str
     about: str = ""
     tables: Sequence[Table] = ()
-    figures: Sequence[tuple[str, str]] = ()
+    figures: Sequence[tuple[str, str]] = ()  # (caption, SVG)
+    # under the summary that folds them; under "" they stand open
     replies: Mapping[str, Sequence[Reply]] = field(default_factory=dict)
-    heading: str = "Replies"
+    heading: str = "Replies"  # above the replies
     settings: str = ""
 
 

@@ -67,16 +67,11 @@ def _stores(cache: Cache) -> list[Store]:
 
 @dataclass
 class Warnings:
-    """Warns once per method and cell of scores that say nothing, and stops a run whose dense replies are all broken.
+    """Warns once per method and cell of scores that say nothing, and stops a run whose dense replies are all broken."""
 
-    said: those so far, as (message, method, place).
-    dense: samples of the dense method so far.
-    broken: those of them with non-finite logits.
-    """
-
-    said: set[tuple[str, str, str]] = field(default_factory=set)
-    dense: int = 0
-    broken: int = 0
+    said: set[tuple[str, str, str]] = field(default_factory=set)  # those so far, as (message, method, place)
+    dense: int = 0  # samples of the dense method so far
+    broken: int = 0  # those of them with non-finite logits
 
     def say(self, what: str, method: str, where: str, *values: object) -> None:
         """Log `what` with method, place and values unless it has been said of them."""

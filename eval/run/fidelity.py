@@ -38,18 +38,13 @@ Compared = tuple[Fidelity | None, float | None]  # of a sample; and the share of
 
 @dataclass(frozen=True)
 class Questions:
-    """The questions of a batch, which follow its prompts or the questions before.
+    """The questions of a batch, which follow its prompts or the questions before."""
 
-    ids: int [B, q], left-padded; [B, 0] where nothing follows.
-    real: bool [B, columns] or None: False marks padding, of all up to the question's end; None is no padding.
-    lengths: int [B], real tokens up to the question's end.
-    columns: up to the question's end.
-    """
-
-    ids: Tensor
+    ids: Tensor  # int [B, q], left-padded; [B, 0] where nothing follows
+    # bool [B, columns] or None: False marks padding, of all up to the question's end; None is no padding
     real: Tensor | None
-    lengths: Tensor
-    columns: int
+    lengths: Tensor  # int [B], real tokens up to the question's end
+    columns: int  # up to the question's end
 
     @classmethod
     def of(cls, before: Prefill | Self, questions: Sequence[list[int]], pad: int) -> Self:
@@ -63,20 +58,13 @@ class Questions:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The reference continuation of a batch, and the dense model's hidden states after its tokens.
+    """The reference continuation of a batch, and the dense model's hidden states after its tokens."""
 
-    questions: the tokens of each row's question before them; empty where the prompt has it.
-    ids: int [B, n]: tokens to read, with padding behind shorter rows.
-    counts: how many distributions of each row count.
-    targets: int [B, n], the text's next token after each of ids; None where ids are a reply.
-    dense: [B, n or n + 1, hidden]; after the question first where one is read.
-    """
-
-    questions: Sequence[list[int]]
-    ids: Tensor
-    counts: list[int]
-    targets: Tensor | None
-    dense: Tensor
+    questions: Sequence[list[int]]  # the tokens of each row's question before them; empty where the prompt has it
+    ids: Tensor  # int [B, n]: tokens to read, with padding behind shorter rows
+    counts: list[int]  # how many distributions of each row count
+    targets: Tensor | None  # int [B, n], the text's next token after each of ids; None where ids are a reply
+    dense: Tensor  # [B, n or n + 1, hidden]; after the question first where one is read
 
 
 class Comparison:

@@ -37,71 +37,50 @@ from leank.eval.run.settings import Settings
 
 @dataclass
 class Answer:
-    """One method's answer to one sample.
+    """One method's answer to one sample."""
 
-    tokens, text: the reply.
-    seconds: prefill, seal (building the cache), question and decode of the whole batch.
-    steps: decoding steps of the batch.
-    batch: samples in the batch.
-    bytes: bytes held after the prompt, per part; this sample's share of the batch.
-    middle_tokens: tokens between sink and window at the end of the reply; None for dense.
-    compressed: whether less than the dense cache is held or read; None for dense.
-    dense_only: whether the dense pass's logits alone decide the reply.
-    non_finite: step (0: the first token) at which logits were NaN or infinite and the reply ended; None if never.
-    fidelity: how near the next-token distributions are to dense's; None where that was not measured.
-    score: share of a text's tokens that the method ranks first; None for a reply, which a scorer reads.
-    selected_layer: layer that the prefill selected, -1 if it found none; None for a prefill that looks for none.
-    """
-
-    tokens: list[int]
+    tokens: list[int]  # tokens, text: the reply
     text: str
-    seconds: dict[str, float]
-    steps: int
-    batch: int
+    seconds: dict[str, float]  # prefill, seal (building the cache), question and decode of the whole batch
+    steps: int  # decoding steps of the batch
+    batch: int  # samples in the batch
+    # bytes held after the prompt, per part; this sample's share of the batch
     bytes: dict[str, float] = field(default_factory=dict)
-    middle_tokens: int | None = None
-    compressed: bool | None = None
-    dense_only: bool = False
+    middle_tokens: int | None = None  # tokens between sink and window at the end of the reply; None for dense
+    compressed: bool | None = None  # whether less than the dense cache is held or read; None for dense
+    dense_only: bool = False  # whether the dense pass's logits alone decide the reply
+    # step (0: the first token) at which logits were NaN or infinite and the reply ended; None if never
     non_finite: int | None = None
+    # how near the next-token distributions are to dense's; None where that was not measured
     fidelity: Fidelity | None = None
+    # share of a text's tokens that the method ranks first; None for a reply, which a scorer reads
     score: float | None = None
+    # layer that the prefill selected, -1 if it found none; None for a prefill that looks for none
     selected_layer: int | None = None
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What is read and written behind the prompts of a batch; a benchmark without conversations has one turn.
+    """What is read and written behind the prompts of a batch; a benchmark without conversations has one turn."""
 
-    rows: of the batch.
-    questions: per row, tokens that are still to be read before the reply.
-    most, least: per row, bounds of the reply's tokens.
-    texts: per row, the tokens of a text that is read in place of a reply; None where replies are decoded.
-    """
-
-    rows: Sequence[Row]
-    questions: list[list[int]]
-    most: list[int]
+    rows: Sequence[Row]  # of the batch
+    questions: list[list[int]]  # per row, tokens that are still to be read before the reply
+    most: list[int]  # most, least: per row, bounds of the reply's tokens
     least: list[int]
+    # per row, the tokens of a text that is read in place of a reply; None where replies are decoded
     texts: list[list[int]] | None = None
 
 
 @dataclass
 class Batch:
-    """Samples that are replayed together.
+    """Samples that are replayed together."""
 
-    turns: what follows the prompts, turn by turn.
-    one_cache: whether a turn follows the turns before it on one cache; else each has a copy of the context's.
-    ids: int [B, T], the prompts, left-padded.
-    real: bool [B, T] or None: False marks padding; None is no padding.
-    room: columns that a cache needs behind the prompts.
-    continuation: what every method reads to be compared with dense; None until the first pass, or if none is.
-    """
-
-    turns: Sequence[Turn]
-    one_cache: bool
-    ids: Tensor
-    real: Tensor | None
-    room: int
+    turns: Sequence[Turn]  # what follows the prompts, turn by turn
+    one_cache: bool  # whether a turn follows the turns before it on one cache; else each has a copy of the context's
+    ids: Tensor  # int [B, T], the prompts, left-padded
+    real: Tensor | None  # bool [B, T] or None: False marks padding; None is no padding
+    room: int  # columns that a cache needs behind the prompts
+    # what every method reads to be compared with dense; None until the first pass, or if none is
     continuation: Continuation | None = None
 
     @property
@@ -112,26 +91,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What came of a turn.
+    """What came of a turn."""
 
-    tokens: per row, the reply, or the text that was read.
-    steps: decoding steps.
-    broken: per row, `Answer.non_finite`.
-    fed: per row, tokens behind the prompt that were read.
-    cache: through which they were read.
-    asked: where the cache stood before the reply; None for texts.
-    question_seconds: spent on reading the questions through the cache.
-    seconds: spent on decoding, or on reading the texts.
-    """
-
-    tokens: list[list[int]]
-    steps: int
-    broken: list[int | None]
-    fed: list[int]
-    cache: Cache
-    asked: Questions | None
-    question_seconds: float
-    seconds: float
+    tokens: list[list[int]]  # per row, the reply, or the text that was read
+    steps: int  # decoding steps
+    broken: list[int | None]  # per row, `Answer.non_finite`
+    fed: list[int]  # per row, tokens behind the prompt that were read
+    cache: Cache  # through which they were read
+    asked: Questions | None  # where the cache stood before the reply; None for texts
+    question_seconds: float  # spent on reading the questions through the cache
+    seconds: float  # spent on decoding, or on reading the texts
 
 
 def cache_bytes(cache: Cache, prompt: Prefill) -> list[dict[str, float]]:

@@ -26,52 +26,36 @@ ALIGNED = 16  # scores of a query head begin at multiples of so many
 
 @dataclass(frozen=True)
 class ChosenConfig:
-    """How the kernels of a step are launched.
+    """How the kernels of a step are launched."""
 
-    tile, warps, per_sm: of the attention: tokens at a time, and programs per multiprocessor
-    span: slots of sink and window that a program reads
-    score_tile, label_tile: of the scores: pages at a time, and tokens of 16 labels
-    score_warps, score_per_sm: of the scores
-    held: of the choice, one program per query head: tokens that a thread holds, and about as many pages
-    run: tokens of a run, whose best is found with the scores
-    merge: partial results that a merge reads at a time
-    """
-
-    tile: int = 32
+    tile: int = 32  # tile, warps, per_sm: of the attention: tokens at a time, and programs per multiprocessor
     warps: int = 4
     per_sm: int = 2
-    span: int = 64
-    score_tile: int = 64
+    span: int = 64  # slots of sink and window that a program reads
+    score_tile: int = 64  # score_tile, label_tile: of the scores: pages at a time, and tokens of 16 labels
     label_tile: int = 256
-    score_warps: int = 4
+    score_warps: int = 4  # score_warps, score_per_sm: of the scores
     score_per_sm: int = 2
-    held: int = 16
-    run: int = 8
-    merge: int = 16
+    held: int = 16  # of the choice, one program per query head: tokens that a thread holds, and about as many pages
+    run: int = 8  # tokens of a run, whose best is found with the scores
+    merge: int = 16  # partial results that a merge reads at a time
 
 
 @dataclass
 class ChosenPlan(Uncopied):
-    """Where one store lies, kept until addresses or capacities change.
+    """Where one store lies, kept until addresses or capacities change."""
 
-    table: [B H, FIELDS] int64, on the device; a captured step reads it where it is
-    version: of the store
-    group: query heads per KV head, for whose scores there is room
-    scores: float32, which the table points to
-    step, label_step: divide every channel count, and every number of channels that are read as labels: 16, 8 or 1
-    channels, labels: a power of two that is at least the channels of any head, and the same of label channels
-    room: pages or tokens of a head's middle that there is room for
-    """
-
-    table: Tensor
-    version: int
-    group: int
-    scores: Tensor
+    table: Tensor  # [B H, FIELDS] int64, on the device; a captured step reads it where it is
+    version: int  # of the store
+    group: int  # query heads per KV head, for whose scores there is room
+    scores: Tensor  # float32, which the table points to
+    # step, label_step: divide every channel count, and every number of channels that are read as labels: 16, 8 or 1
     step: int
     label_step: int
+    # channels, labels: a power of two that is at least the channels of any head, and the same of label channels
     channels: int
     labels: int
-    room: int
+    room: int  # pages or tokens of a head's middle that there is room for
 
 
 class Chosen(Kernel):

@@ -48,29 +48,21 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Config:
-    """How the decode kernel is launched.
+    """How the decode kernel is launched."""
 
-    tile: tokens that a program reads at a time, 64 or 128
-    warps, stages: of a program
-    registers: limit per thread, 0 = none
-    per_sm: programs per multiprocessor
-    merge: lines of partial results that a merge asks for at a time, if that many rows at once keep all threads busy; a
-        line is one query row's
-    slow: how much longer a byte of the middle takes than one of sink and window, whose tiles have masks
-    per_tile, piece: what it costs to read a tile, beside its bytes, and to start a piece; see work.cut
-    pdl: whether to use programmatic dependent launch, where the GPU has it
-    """
-
-    tile: int = 64
-    warps: int = 4
+    tile: int = 64  # tokens that a program reads at a time, 64 or 128
+    warps: int = 4  # warps, stages: of a program
     stages: int = 3
-    registers: int = 0
-    per_sm: int = 2
+    registers: int = 0  # limit per thread, 0 = none
+    per_sm: int = 2  # programs per multiprocessor
+    # lines of partial results that a merge asks for at a time, if that many rows at once keep all threads busy; a line
+    # is one query row's
     merge: int = 64
-    slow: float = 0.85
+    slow: float = 0.85  # how much longer a byte of the middle takes than one of sink and window, whose tiles have masks
+    # per_tile, piece: what it costs to read a tile, beside its bytes, and to start a piece; see work.cut
     per_tile: int = work.TILE_BYTES
     piece: int = work.PIECE_BYTES
-    pdl: bool = True
+    pdl: bool = True  # whether to use programmatic dependent launch, where the GPU has it
 
 
 WIDE = Config(warps=8)  # for tiles of more than 16 rows
@@ -85,20 +77,16 @@ PACKED_FEW = {b: replace(_BYTES, stages=2, slow=slow, piece=65536) for b, slow i
 
 @dataclass(frozen=True)
 class CodecKernels:
-    """The kernels of a codec, which `Codec.kernels` names; `packed_kernels` makes those of KIVI's pages.
+    """The kernels of a codec, which `Codec.kernels` names; `packed_kernels` makes those of KIVI's pages."""
 
-    read: the Triton function that reads a part's codes within the decode kernel, with the parameters of
-        `kernels.packed.read`
-    codes: what `read` is compiled for, a tuple with names
-    share: bytes of a number of the middle, over those of a number of the cache
-    config: the launch for tiles of so many rows; the other argument says whether every program has few pages
-    move: launches what `Store.move` does; its tensor, int32 [>= B], is zero before and after
-    """
-
+    # the Triton function that reads a part's codes within the decode kernel, with the parameters of
+    # `kernels.packed.read`
     read: Any
-    codes: tuple[Any, ...]
-    share: float
+    codes: tuple[Any, ...]  # what `read` is compiled for, a tuple with names
+    share: float  # bytes of a number of the middle, over those of a number of the cache
+    # the launch for tiles of so many rows; the other argument says whether every program has few pages
     config: Callable[[int, bool], Config]
+    # launches what `Store.move` does; its tensor, int32 [>= B], is zero before and after
     move: Callable[[Store, Tensor], None]
     heads: np.ndarray | None = None
     """[H, 4], where heads differ: numbers of 16 bits that a token's K and V take, and what the work table then has as

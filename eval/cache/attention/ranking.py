@@ -116,17 +116,13 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Ranking:
-    """How a layer ranks its middle for each query head, and how much of it a step reads.
+    """How a layer ranks its middle for each query head, and how much of it a step reads."""
 
-    most: pages, or tokens, that a query head reads at most
-    bounds: of the pages, which are ranked by them; None = tokens are ranked, by their label channels, which are stored
-        before the others
-    bits: that labels are rounded to, 16 = they are not
-    """
-
-    most: int
+    most: int  # pages, or tokens, that a query head reads at most
+    # of the pages, which are ranked by them; None = tokens are ranked, by their label channels, which are stored before
+    # the others
     bounds: Bounds | None = None
-    bits: int = 16
+    bits: int = 16  # that labels are rounded to, 16 = they are not
 
     @property
     def page(self) -> int:

@@ -16,14 +16,11 @@ UNKNOWN = ("position_bias", "indices", "block_indices", "sinks")  # arguments of
 
 
 class Softmax(NamedTuple):
-    """How logits become weights.
+    """How logits become weights."""
 
-    softcap: c, with which a logit x becomes c tanh(x / c); None = x stays x
-    sink_logits: [Hq], a learned logit per query head that takes its share of the weight and adds nothing to the output
-        (an "attention sink"); None = no such share
-    """
-
-    softcap: float | None = None
+    softcap: float | None = None  # c, with which a logit x becomes c tanh(x / c); None = x stays x
+    # [Hq], a learned logit per query head that takes its share of the weight and adds nothing to the output (an
+    # "attention sink"); None = no such share
     sink_logits: Tensor | None = None
 
     @classmethod

@@ -63,10 +63,7 @@ def offset(base: Tensor, tensor: Tensor) -> int:
 
 
 def parts(store: Store) -> np.ndarray:
-    """The parts of a store in the order in which they are read.
-
-    Returns [P, columns of Part] int64.
-    """
+    """The parts of a store in the order in which they are read. Returns [P, columns of Part] int64."""
     base = store.ring_k
     batch, heads, _, dim = base.shape
     number = np.arange(batch * heads)

@@ -79,17 +79,12 @@ Form = tuple[int, ...]  # room for channels of each band, in the order of BANDS,
 
 @dataclass(frozen=True)
 class Banded(BandCodec):
-    """The codec of one layer of a layout.
-
-    key_bits: of every channel of K, [H][D]
-    value_bits: of V, [H]
-    forms: for which a kernel is compiled, those of all layers
-    """
+    """The codec of one layer of a layout."""
 
     kernels: ClassVar[str | None] = "leank.eval.cache.attention.launch:banded_kernels"
-    key_bits: tuple[tuple[int, ...], ...]
-    value_bits: tuple[int, ...]
-    forms: tuple[Form, ...]
+    key_bits: tuple[tuple[int, ...], ...]  # of every channel of K, [H][D]
+    value_bits: tuple[int, ...]  # of V, [H]
+    forms: tuple[Form, ...]  # for which a kernel is compiled, those of all layers
     group = GROUP
 
     def widths(self) -> dict[str, Tensor]:

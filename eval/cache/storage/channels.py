@@ -21,15 +21,12 @@ MaskLike: TypeAlias = ChannelMask | Tensor | str | os.PathLike[str]
 
 @dataclass
 class KeptChannels:
-    """Kept channels per row and KV head, ragged.
+    """Kept channels per row and KV head, ragged."""
 
-    count: [B, H] on the host, how many channels a head keeps
-    index: [B, H, D] int32 on the cache's device, the kept channels in ascending order, labels first, then zeros
-    first: [B, H] on the host, how many of them are labels, which stand before the others; None = there are none
-    """
-
-    count: np.ndarray
+    count: np.ndarray  # [B, H] on the host, how many channels a head keeps
+    # [B, H, D] int32 on the cache's device, the kept channels in ascending order, labels first, then zeros
     index: Tensor
+    # [B, H] on the host, how many of them are labels, which stand before the others; None = there are none
     first: np.ndarray | None = None
     _ranks: Tensor | None = field(default=None, init=False, repr=False)
 

@@ -387,10 +387,7 @@ class RecordCodec(Codec):
         return {}
 
     def segment(self, extent: Extent) -> RecordSegment:
-        """An empty segment of records.
-
-        Raises ValueError unless K keeps all its channels.
-        """
+        """An empty segment of records. Raises ValueError unless K keeps all its channels."""
         if (extent.channels.count < extent.head_dim).any() or extent.values is not None:
             raise ValueError("keys that are stored as records keep all channels; leave out the choice of channels")
         return RecordSegment(extent, self.to(extent.channels.index.device))

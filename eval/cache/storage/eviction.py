@@ -20,14 +20,10 @@ ENDLESS = 1 << 40  # tokens: more than ever come
 
 
 class Choice(NamedTuple):
-    """Which tokens of a middle stay.
+    """Which tokens of a middle stay."""
 
-    stay: bool [B, H, most of middle]; what it says past the end of a head's own middle is not read
-    left: [B, H] on the host, how many of each head's stay
-    """
-
-    stay: Tensor
-    left: np.ndarray
+    stay: Tensor  # bool [B, H, most of middle]; what it says past the end of a head's own middle is not read
+    left: np.ndarray  # [B, H] on the host, how many of each head's stay
 
 
 class Eviction(ABC):
@@ -35,14 +31,11 @@ class Eviction(ABC):
 
     A score is the attention that a token has received from the query heads of its KV head:
     s_t = decay s_{t-1} + sum over heads and queries of A_t (Lethe, Eq. 5; H2O has decay 1).
-
-    scores: [B, H, n] float32, of the tokens held: sink, middle and window in order, then zeros
-    held: [B, H] on the host, how many tokens a head holds
     """
 
     decay = 1.0
-    scores: Tensor
-    held: np.ndarray
+    scores: Tensor  # [B, H, n] float32, of the tokens held: sink, middle and window in order, then zeros
+    held: np.ndarray  # [B, H] on the host, how many tokens a head holds
 
     @property
     def every_step(self) -> bool:
@@ -111,10 +104,7 @@ class Eviction(ABC):
     def prune(
         self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray
     ) -> tuple[Segment, Segment] | None:
-        """Both parts of the middle without the tokens that leave, None if all stay.
-
-        sink, window: [B], tokens held
-        """
+        """Both parts of the middle without the tokens that leave, None if all stay; sink, window: [B], tokens held."""
         choice = self.chosen(prompt, tail, sink, window)
         if choice is None:
             return None

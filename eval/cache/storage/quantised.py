@@ -43,17 +43,11 @@ V_FOLDS: dict[int, Folds] = {8: (), 4: ((-2, 4),), 2: ((-2, 4), (-2, 2)), 1: ((-
 
 @dataclass(frozen=True)
 class Packing(PageCodec):
-    """KIVI's codec.
-
-    bits: of a number, 2, 3, 4 or 8
-    group: numbers in a cell, a divisor of 64 that fills whole bytes
-
-    Raises ValueError for other numbers.
-    """
+    """KIVI's codec. Raises ValueError for other numbers."""
 
     kernels: ClassVar[str | None] = "leank.eval.cache.attention.launch:packed_kernels"
-    bits: int = 2
-    group: int = 32
+    bits: int = 2  # of a number, 2, 3, 4 or 8
+    group: int = 32  # numbers in a cell, a divisor of 64 that fills whole bytes
 
     def __post_init__(self) -> None:
         if self.bits not in PLANES:

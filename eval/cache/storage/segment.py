@@ -72,20 +72,13 @@ def words(flat: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """What a segment has to hold, whatever its form.
+    """What a segment has to hold, whatever its form."""
 
-    channels: kept channels of K
-    capacity: [B, H] on the host, tokens that each row and head must have room for
-    head_dim: D
-    dtype: the model's, of keys and values as they come
-    values: kept channels of V, None = all
-    """
-
-    channels: KeptChannels
-    capacity: np.ndarray
-    head_dim: int
-    dtype: torch.dtype
-    values: KeptChannels | None = None
+    channels: KeptChannels  # kept channels of K
+    capacity: np.ndarray  # [B, H] on the host, tokens that each row and head must have room for
+    head_dim: int  # D
+    dtype: torch.dtype  # the model's, of keys and values as they come
+    values: KeptChannels | None = None  # kept channels of V, None = all
 
 
 class Segment:

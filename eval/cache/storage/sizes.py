@@ -55,10 +55,7 @@ def real_positions(seen: Tensor, new: int, real: Tensor | None) -> Tensor:
 
 
 def middle_columns(position: Tensor, sizes: Sizes) -> Tensor:
-    """Which columns of a prompt are neither sink nor window, bool [B, T].
-
-    position: [B, T], from `real_positions`
-    """
+    """Which columns of a prompt are neither sink nor window, bool [B, T]; position: [B, T], from `real_positions`."""
     start = (position.amax(-1, keepdim=True) + 1 - sizes.window).clamp(min=sizes.sink)
     return (position >= sizes.sink) & (position < start)
 

@@ -374,18 +374,13 @@ def before_holes(seen: np.ndarray, real: Tensor) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Addresses:
-    """What a captured step reads of one layer.
+    """What a captured step reads of one layer."""
 
-    tensors: by name, the rings, the counts and tables on the device, and the places of V's kept channels
-    compiled: on the host, for which numbers of channels it was compiled
-    plan: that whose table is read
-    version: of the store
-    """
-
+    # by name, the rings, the counts and tables on the device, and the places of V's kept channels
     tensors: dict[str, Tensor]
-    compiled: tuple[bytes | None, ...]
-    plan: BackendPlan | None
-    version: int
+    compiled: tuple[bytes | None, ...]  # on the host, for which numbers of channels it was compiled
+    plan: BackendPlan | None  # that whose table is read
+    version: int  # of the store
 
     @classmethod
     def of(cls, store: Store) -> Addresses:

@@ -28,16 +28,11 @@ class ByLength(Channels):
     Rows of a batch are told apart: each gets the choice that it gets alone.
 
     Deviation: the paper switches between two LeanK masks; any two choices of channels are accepted here.
-
-    Settings
-    below: mapping {name: ..., its settings}, must be set: the choice for prompts of at most `at` tokens.
-    above: mapping {name: ..., its settings}, must be set: the choice for longer prompts.
-    at: int, tokens, default 32768: longest prompt that gets `below`.
     """
 
-    below: Mapping[str, Any] | None = None
-    above: Mapping[str, Any] | None = None
-    at: Positive = 32768
+    below: Mapping[str, Any] | None = None  # {name: ..., its settings}: the choice for prompts of at most `at` tokens
+    above: Mapping[str, Any] | None = None  # the choice for longer prompts
+    at: Positive = 32768  # tokens of the longest prompt that gets `below`
 
     @cached_property
     def choices(self) -> dict[str, Channels]:

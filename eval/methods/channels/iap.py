@@ -49,22 +49,14 @@ class IAP(Uniform):
 
     Cost per KV head: T D^2 for the Gram matrix of K, n G D^2 for that of Q, then floor(ratio * D) steps of O(D), each
     one batched operation for all rows, layers and heads. M takes D^2 numbers per head meanwhile.
-
-    Settings
-    ratio: float in [0, 1), default 0.7: share of K channels pruned; floor(ratio * D) go in every head.
-    queries: int, default 32: last queries of the prompt that are observed.
-    recent: int, tokens, default 32: last keys that are not scored.
-    salient_min: float in [0, 1), default 0.03: least share of channels that is protected.
-    salient_max: float in [0, 1), default 0.07: largest share of channels that is protected.
-    interaction: float >= 0, default 2: weight of the interaction with the channels already pruned.
     """
 
-    ratio: Share = 0.7
-    queries: Positive = 32
-    recent: Count = 32
-    salient_min: Share = 0.03
-    salient_max: Share = 0.07
-    interaction: Annotated[float, Ge(0)] = 2.0
+    ratio: Share = 0.7  # share of K channels pruned; floor(ratio * D) go in every head
+    queries: Positive = 32  # last queries of the prompt that are observed
+    recent: Count = 32  # last keys that are not scored
+    salient_min: Share = 0.03  # least share of channels that is protected
+    salient_max: Share = 0.07  # largest share of channels that is protected
+    interaction: Annotated[float, Ge(0)] = 2.0  # weight of the interaction with the channels already pruned
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         dim = kv_shape(config)[2]

@@ -29,16 +29,11 @@ class LeanK(Channels):
     A head without kept channels keeps no middle at all, V included. Beyond the paper, a mask may hold mean keys, and in
     how many bits each channel of K and each head's V is stored (leank.precision); then `flush` is a multiple of 64, and
     the method has no choice of bits.
-
-    Settings
-    mask: str or ChannelMask, must be set: path of a training run's mask.safetensors or of a published .pth, or the mask
-      itself.
-
-    compensation: "mask" or "none", default "mask": what stands for pruned channels: the mean keys that the mask's file
-      holds, if it does, or 0 as in the paper.
     """
 
+    # path of a training run's mask.safetensors or of a published .pth, or the mask itself
     mask: str | InstanceOf[ChannelMask] | None = None
+    # what stands for pruned channels: the mean keys that the mask's file holds, if it does, or 0 as in the paper
     compensation: Annotated[str, OneOf("mask", "none")] = field(default="mask", kw_only=True)
 
     @cached_property

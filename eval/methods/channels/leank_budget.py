@@ -26,14 +26,11 @@ class LeanKBudget(LeanK):
 
     The deviations are those of eval.methods.channels.think.
 
-    Settings
     mask: str or ChannelMask, must be set: see eval.methods.channels.leank; only its number of channels per head counts.
-    queries: int, default 32: last queries of the prompt that are observed.
-    group: "squares" or "norms", default "squares": what is averaged over the query heads of a KV head.
     """
 
-    queries: Positive = 32
-    group: Annotated[str, OneOf(*GROUPS)] = "squares"
+    queries: Positive = 32  # last queries of the prompt that are observed
+    group: Annotated[str, OneOf(*GROUPS)] = "squares"  # what is averaged over the query heads of a KV head
 
     def identity(self) -> dict[str, object]:
         return {**super().identity(), "queries": self.queries, "group": self.group}

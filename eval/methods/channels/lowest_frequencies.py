@@ -23,12 +23,9 @@ class LowestFrequencies(Uniform):
 
     A pair p of D / 2 rotates two channels, p and p + D / 2 in most models, and stays or goes as a whole. An odd number
     of channels to prune takes one pair more.
-
-    Settings
-    ratio: float in [0, 1), default 0.7: share of K channels pruned.
     """
 
-    ratio: Share = 0.7
+    ratio: Share = 0.7  # share of K channels pruned
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         lowest_frequencies(config, self.ratio)

@@ -29,14 +29,11 @@ class StaticNorm(Calibrated):
       `relative`.
     - `papers/static_norm` has the paper's settings.
 
-    Settings
     ratio, task, length, samples, seed: see eval.methods.common.calibrated.
-    queries: int, default 32: last queries of a sample that are observed.
-    relative: bool, default False: whether a query head's norms of one sample are divided by its ||Q K^T||_F first.
     """
 
-    queries: Positive = 32
-    relative: bool = False
+    queries: Positive = 32  # last queries of a sample that are observed
+    relative: bool = False  # whether a query head's norms of one sample are divided by its ||Q K^T||_F first
 
     def scores(self, prefill: Prefill) -> Tensor:
         if not self.relative:

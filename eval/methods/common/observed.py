@@ -12,14 +12,10 @@ from leank.eval.inference.prefill import Prefill, PromptLayer
 
 
 class Seen(NamedTuple):
-    """One layer of B prompts.
+    """One layer of B prompts."""
 
-    layer: PromptLayer: its K, V and last queries.
-    stays: bool [B, 1 or H, T]: the keys that count.
-    """
-
-    layer: PromptLayer
-    stays: Tensor
+    layer: PromptLayer  # its K, V and last queries
+    stays: Tensor  # bool [B, 1 or H, T]: the keys that count
 
     @property
     def keys(self) -> Tensor:

@@ -47,14 +47,10 @@ def middle_budget(budget: int, sizes: Sizes) -> int:
 
 @dataclass(frozen=True)
 class Scored(Tokens):
-    """Sink and window stay, and between them the tokens of the highest scores.
-
-    Settings
-    budget: int, tokens, or float in (0, 1), share of the prompt, default 1024: what a KV head keeps of the prompt in
-      all, sink and window included. A share is rounded down.
-    """
+    """Sink and window stay, and between them the tokens of the highest scores."""
 
     free = "budget"
+    # what a KV head keeps of the prompt in all, sink and window included. A share is rounded down.
     budget: Budget = 1024
 
     @abstractmethod
@@ -127,12 +123,11 @@ class Scored(Tokens):
 class Evicting(Scored):
     """A choice whose budget also holds while decoding, by scores that every step renews.
 
-    Settings
     budget: as in `Scored`; a number of tokens if `evict`.
-    evict: bool, default True: whether the budget also holds while decoding. If not, every new token stays, and the
-      choice may be combined with bits and reads.
     """
 
+    # whether the budget also holds while decoding. If not, every new token stays, and the choice may be combined with
+    # bits and reads.
     evict: bool = field(default=True, kw_only=True)
 
     def check_sizes(self, sizes: Sizes) -> None:

@@ -178,18 +178,12 @@ def rank(
 
 
 class Tiles(NamedTuple):
-    """How tokens are compared.
+    """How tokens are compared."""
 
-    block: tokens of a program
-    tile: tokens that it compares them with at a time
-    span: tokens after which it asks whether it is done
-    warps, stages: of a program
-    """
-
-    block: int = 128
-    tile: int = 64
-    span: int = 1024
-    warps: int = 4
+    block: int = 128  # tokens of a program
+    tile: int = 64  # tokens that it compares them with at a time
+    span: int = 1024  # tokens after which it asks whether it is done
+    warps: int = 4  # warps, stages: of a program
     stages: int = 3
 
 

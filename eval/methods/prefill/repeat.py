@@ -49,14 +49,10 @@ class Repeat(RowPass):
     - The authors and kvpress leave a chat template's text before the context out of what is repeated. Here the whole
       prompt is repeated; `compress=before_question` leaves out the question.
     - The prompt comes in one piece, as in every pass that runs row by row.
-
-    Settings
-    piece: int, tokens, default 2048: m, how much is repeated at a time.
-    first: int, tokens, default 4: first keys that take part in the softmax of every later piece.
     """
 
-    piece: Positive = 2048
-    first: Count = 4
+    piece: Positive = 2048  # m, how much is repeated at a time
+    first: Count = 4  # first keys that take part in the softmax of every later piece
     _words: dict[str, Words] = field(default_factory=dict, repr=False, compare=False)
 
     def calibrate(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:

@@ -36,16 +36,11 @@ class Quest(Reads):
       to `flush` tokens more than its size, beyond the budget.
     - Plain PyTorch, which runs where the Triton kernel cannot, reads the other pages too and masks them: answers are
       Quest's, time is not.
-
-    Settings
-    budget: int, tokens, default 1024: tokens that a query head reads in all, sink and window included.
-    page: int, tokens, default 16: size of a page.
-    dense_layers: int, default 2: first layers that read everything.
     """
 
-    budget: Positive = 1024
-    page: Positive = 16
-    dense_layers: Count = 2
+    budget: Positive = 1024  # tokens that a query head reads in all, sink and window included
+    page: Positive = 16  # tokens of a page
+    dense_layers: Count = 2  # first layers that read everything
 
     def check_sizes(self, sizes: Sizes) -> None:
         middle_budget(self.budget, sizes)

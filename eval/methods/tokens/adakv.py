@@ -34,15 +34,12 @@ class AdaKV(Scored):
       Here, as in kvpress, the best floor(safeguard B) of every head are certain, and the others compete.
     - The budget holds for the prompt, and new tokens all stay.
 
-    Settings
-    scores_of: mapping {name: ..., its settings}, default SnapKV: the choice of tokens whose scores count; it needs
-      scores of its own and takes no budget.
     budget: see eval.methods.common.scored; default 1024. It is the mean over the heads of a layer.
-    safeguard: float in [0, 1), default 0.2: share of the budget that is certain in every head.
     """
 
+    # the choice of tokens whose scores count; it needs scores of its own and takes no budget
     scores_of: Mapping[str, Any] | None = None
-    safeguard: Share = 0.2
+    safeguard: Share = 0.2  # share of the budget that is certain in every head
 
     @cached_property
     def inner(self) -> Scored:

@@ -49,27 +49,18 @@ class DuoAttention(Tokens):
     - Of equal gates the lower layer's head streams first; the authors' code draws lots.
     - int(ratio * heads + 0.5) heads stream by default. The authors' code takes ceil(ratio * (heads - 1)), at times one
       head fewer: count="authors".
-
-    Settings
-    pattern: str or None, default None: the authors' full_attention_heads.tsv, gates [L, H]; None uses w_hf.
-    ratio: float in [0, 1], default 0.5: share of the KV heads that stream.
-    task: str, default "vt": task of the sample on which w_hf is measured.
-    length: int, tokens, default 2048: longest sample.
-    seed: int, default 7: seed of the sample.
-    queries: int, default 32: last queries of the sample, q.
-    count: "nearest" or "authors", default "nearest": how many heads stream, see above.
-    order: "highest", "lowest" or "random", default "highest": which heads stream by their w_hf. With a pattern, the
-      highest w_hf are the lowest gates. "lowest" and "random" (by `seed`) are the controls of LeanK's figure 8.
     """
 
     free = "ratio"
-    pattern: str | None = None
-    ratio: Annotated[float, Ge(0), Le(1)] = 0.5
-    task: str = "vt"
-    length: Positive = 2048
-    seed: Seed = 7
-    queries: Positive = 32
-    count: Annotated[str, OneOf(*COUNTS)] = "nearest"
+    pattern: str | None = None  # the authors' full_attention_heads.tsv, gates [L, H]; None uses w_hf
+    ratio: Annotated[float, Ge(0), Le(1)] = 0.5  # share of the KV heads that stream
+    task: str = "vt"  # task of the sample on which w_hf is measured
+    length: Positive = 2048  # longest sample, tokens
+    seed: Seed = 7  # seed of the sample
+    queries: Positive = 32  # last queries of the sample, q
+    count: Annotated[str, OneOf(*COUNTS)] = "nearest"  # how many heads stream, see above
+    # which heads stream by their w_hf. With a pattern, the highest w_hf are the lowest gates. "lowest" and "random" (by
+    # `seed`) are the controls of LeanK's figure 8.
     order: Annotated[str, OneOf(*ORDERS)] = "highest"
     _ratios: Calibration = field(default_factory=Calibration, repr=False, compare=False)
 

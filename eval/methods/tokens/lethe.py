@@ -53,26 +53,16 @@ class Lethe(Tokens):
     - Neither reading bounds memory: L_evict may double for ever, and recent and best may be all there is. With `limit`,
       a round that would leave more keeps the sink, recent_ratio of the limit, and the best of the rest up to (D - 1) /
       D of it.
-
-    Settings
-    sparse_ratio: float > 1, default 400: tau.
-    recent_ratio: float in [0, 1), default 0.3: share of a layer's tokens that stay because they are the last.
-    segments: int >= 2, default 8: D.
-    gamma: float in (0, 1), default 0.99: decay of the scores per step.
-    evict_at: int, tokens, default 1024: what a layer holds before its first round, the first L_evict.
-    reading: "text" or "printed", default "text": which reading of Algorithm 1 applies.
-    limit: int, tokens, default 0: L_evict never grows past it; 0 is no limit.
-    min_sparsity: float in [0, 1], default 0: Hoyer sparsity below which a layer waits.
     """
 
-    sparse_ratio: Annotated[float, Gt(1)] = 400.0
-    recent_ratio: Share = 0.3
-    segments: Annotated[int, Ge(2)] = 8
-    gamma: Annotated[float, Gt(0), Lt(1)] = 0.99
-    evict_at: Positive = 1024
-    reading: Annotated[str, OneOf(*READINGS)] = "text"
-    limit: Count = 0
-    min_sparsity: Annotated[float, Ge(0), Le(1)] = 0.0
+    sparse_ratio: Annotated[float, Gt(1)] = 400.0  # tau
+    recent_ratio: Share = 0.3  # share of a layer's tokens that stay because they are the last
+    segments: Annotated[int, Ge(2)] = 8  # D
+    gamma: Annotated[float, Gt(0), Lt(1)] = 0.99  # decay of the scores per step
+    evict_at: Positive = 1024  # tokens that a layer holds before its first round, the first L_evict
+    reading: Annotated[str, OneOf(*READINGS)] = "text"  # which reading of Algorithm 1 applies
+    limit: Count = 0  # L_evict never grows past it; 0 is no limit
+    min_sparsity: Annotated[float, Ge(0), Le(1)] = 0.0  # Hoyer sparsity below which a layer waits
     column_sums = True
 
     def check_sizes(self, sizes: Sizes) -> None:

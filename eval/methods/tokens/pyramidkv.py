@@ -36,14 +36,12 @@ class PyramidKV(SnapKV):
     - The authors' window is 8, and their pooling is max by default. Here both are SnapKV's defaults, so that the two
       methods differ in nothing but the layers' shares.
 
-    Settings
     budget: see eval.methods.common.scored; default 1024. It is the mean over the layers.
     queries, kernel, pooling, group: see eval.methods.tokens.snapkv.
-    beta: int, default 20: the top layer gets 1 / beta of the mean.
-    rounding: "exact" or "authors", default "exact": whether the shares add up, or the step is rounded down.
     """
 
-    beta: Positive = 20
+    beta: Positive = 20  # the top layer gets 1 / beta of the mean
+    # whether the shares add up, or the step is rounded down
     rounding: Annotated[str, OneOf("exact", "authors")] = "exact"
 
     def shares(self, mean: int, available: int, layers: int) -> list[int]:

@@ -50,19 +50,14 @@ class RKV(Evicting):
       few tokens before them stay; theirs ends before them.
     - A prompt longer than the budget is cut by the same rule at its end.
 
-    Settings
     budget: see eval.methods.common.scored; default 1024.
-    queries: int, default 8: alpha, last queries that are observed; their tokens always stay.
-    kernel: int, odd, default 7: neighbours over which importance is pooled.
-    mix: float in [0, 1], default 0.1: weight of importance; the authors' code has 0.07.
-    threshold: float in [0, 1], default 0.5: cosine above which two keys are alike; none are at 1.
     evict: bool, default True: whether the budget also holds while decoding.
     """
 
-    queries: Positive = 8
-    kernel: Kernel = 7
-    mix: Annotated[float, Ge(0), Le(1)] = 0.1
-    threshold: Annotated[float, Ge(0), Le(1)] = 0.5
+    queries: Positive = 8  # alpha, last queries that are observed; their tokens always stay
+    kernel: Kernel = 7  # neighbours over which importance is pooled
+    mix: Annotated[float, Ge(0), Le(1)] = 0.1  # weight of importance; the authors' code has 0.07
+    threshold: Annotated[float, Ge(0), Le(1)] = 0.5  # cosine above which two keys are alike; none are at 1
 
     def protected(self, sizes: Sizes) -> Sizes:
         return Sizes(sizes.sink, max(sizes.window, self.queries), sizes.flush)

@@ -37,18 +37,13 @@ class SnapKV(Scored):
     - Pooling averages by default. The authors' LongBench settings pool by maximum over 7, and so do ThinK and IAP:
       `snapkv_max`. Every query head is pooled by itself.
 
-    Settings
     budget: see eval.methods.common.scored; default 1024.
-    queries: int, default 32: last queries that are observed; their tokens always stay.
-    kernel: int, odd, default 7: neighbours over which a score is pooled.
-    pooling: "avg" or "max", default "avg": how a score is pooled.
-    group: "mean" or "max", default "mean": how the scores of a KV head's query heads become one.
     """
 
-    queries: Positive = 32
-    kernel: Kernel = 7
-    pooling: Annotated[str, OneOf(*POOLING)] = "avg"
-    group: Annotated[str, OneOf(*GROUP)] = "mean"
+    queries: Positive = 32  # last queries that are observed; their tokens always stay
+    kernel: Kernel = 7  # neighbours over which a score is pooled
+    pooling: Annotated[str, OneOf(*POOLING)] = "avg"  # how a score is pooled
+    group: Annotated[str, OneOf(*GROUP)] = "mean"  # how the scores of a KV head's query heads become one
 
     def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:
         """Pooled attention that each token receives from the observed queries, [B, H, T]; theirs is 0."""

@@ -42,18 +42,12 @@ BANDS = tl.constexpr(len(banded.BANDS))
 
 
 class Codes(NamedTuple):
-    """What `read` is compiled for, beside the decode kernel's `Form`.
+    """What `read` is compiled for, beside the decode kernel's `Form`."""
 
-    FORMS: of heads, see `storage.banded.forms`
-    PAGES: bytes of a page of K and V for which each has room
-    AHEAD: bytes that a program may ask for before it needs them
-    PTX: whether codes are unpacked in PTX, which Triton's interpreter cannot run
-    """
-
-    FORMS: tuple[Any, ...]
-    PAGES: tuple[int, ...]
-    AHEAD: int
-    PTX: bool
+    FORMS: tuple[Any, ...]  # of heads, see `storage.banded.forms`
+    PAGES: tuple[int, ...]  # bytes of a page of K and V for which each has room
+    AHEAD: int  # bytes that a program may ask for before it needs them
+    PTX: bool  # whether codes are unpacked in PTX, which Triton's interpreter cannot run
 
 
 # fmt: off

@@ -31,16 +31,11 @@ AT_ONCE = tl.constexpr(32)  # lines of channels: all at once took 254 registers,
 
 
 class Codes(NamedTuple):
-    """What `read` is compiled for, beside the decode kernel's `Form`.
+    """What `read` is compiled for, beside the decode kernel's `Form`."""
 
-    BITS: of a number, 2, 4 or 8
-    CELL: numbers of a cell, 32 or 64
-    PTX: whether codes are unpacked in PTX, which Triton's interpreter cannot run
-    """
-
-    BITS: int
-    CELL: int
-    PTX: bool
+    BITS: int  # of a number, 2, 4 or 8
+    CELL: int  # numbers of a cell, 32 or 64
+    PTX: bool  # whether codes are unpacked in PTX, which Triton's interpreter cannot run
 
 
 # fmt: off
