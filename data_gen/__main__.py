@@ -57,9 +57,7 @@ def rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Iterat
 
 
 def write(samples: Iterator[Sample], out: Path) -> None:
-    """Write samples to a JSONL file, or to a `datasets.Dataset` folder if `out` is no .jsonl.
-
-    Everything is written in a folder of this process first, so that `out` is whole, or as it was before.
+    """Write samples to a JSONL file, or to a `datasets.Dataset` folder if `out` is no .jsonl: whole or not at all.
 
     Raises FileExistsError for a folder that holds something else.
     """

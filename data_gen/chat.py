@@ -37,10 +37,7 @@ class Asks(Protocol):
 
 
 def template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """Return the text of the chat template before a user's turn, and the text from there to the reply.
-
-    Raises ValueError if the tokenizer has no chat template, or if the template fails or changes the turn.
-    """
+    """Return the chat template's text before a user's turn, and after it. Raises ValueError without one."""
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"tokenizer={name!r} has no chat template; set chat=False, or set its chat_template")
@@ -59,8 +56,7 @@ def template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
     """Return the text of a conversation up to the reply.
 
-    A template that writes today's date (Llama 3.2, SmolLM3, gpt-oss) writes `DAY` here, so that a command has the same
-    prompts on any day, and a run that goes on after midnight those that it began with.
+    A template that writes today's date (Llama 3.2, SmolLM3) writes `DAY`, so that prompts are the same on any day.
     """
     own = None
     if "strftime_now" in str(tokenizer.chat_template):

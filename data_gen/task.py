@@ -54,10 +54,7 @@ class Task(Checked, ABC):
 
     @abstractmethod
     def draw(self, request: Request, units: int) -> Draft:
-        """Return a document with `units` whole units of filler.
-
-        The same request gives the same needles and questions, whatever `units` is.
-        """
+        """Return a document with so many whole units of filler, by which needles and questions do not change."""
 
     def step(self, request: Request) -> int:
         """Return the units that RULER takes away at a time from a sample that is too long; 10 where it has no rule."""
@@ -148,9 +145,7 @@ class LaidOut(Task):
 
 
 def whole_units(task: Task, request: Request) -> tuple[Draft, int]:
-    """Return the document and its length, which is never above `request.length`.
-
-    The length counts the tokens of prompt, answer prefix and max_new_tokens.
+    """Return the document and its length (prompt, answer prefix, max_new_tokens), never above `request.length`.
 
     Raises ValueError if the fewest units do not fit.
     """

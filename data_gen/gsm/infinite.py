@@ -51,19 +51,10 @@ def realistic(
     op: int, d: int, template: str, mode: str, seed: int, index: int, length: int = 0,
     counter: TokenCounter | None = None,
 ) -> Problem:  # fmt: skip
-    """Make one problem; the same arguments give the same problem.
+    """Make one problem; the same arguments give the same one. Raises ValueError if it needs more names than there are.
 
-    op: edges on the solution path, at least 2.
-    d: 2 (medium) or 3 (hard).
-    template, mode: one of `TEMPLATES`, one of `MODES`.
-    seed, index: which problem of these settings.
-    length: the nominal tokens, or 0 for a problem without filler.
-    counter: counts tokens; needed for a length above 0.
-
-    As in the benchmark, the filler has one statement per 40 tokens of length - 1000 - 7 times the problem's tokens.
-    A statement takes about 30 tokens, so that samples are shorter than their nominal length.
-
-    Raises ValueError if the problem needs more names than there are.
+    op, d, template, mode, seed, index, length: see `Problem`, whose filler needs `counter`. As in the benchmark, it has
+    one statement of about 30 tokens per 40 tokens of length - 1000 - 7 times the problem's, so that samples are shorter.
     """
     words = _TEMPLATES[template]
     rng = random.Random(f"gsm_infinite/{template}/{mode}/{op}/{d}/{seed}/{index}")
@@ -93,10 +84,7 @@ def realistic(
 
 
 def nth(d: int, length: int, op: int, index: int, seed: int = 42, counter: TokenCounter | None = None) -> Problem:
-    """Make problem number `index` of an op in the benchmark's mix of templates and modes.
-
-    The other parameters are those of `realistic`. Each mode has 40, 5 and 5 per cent of all problems.
-    """
+    """Make problem `index` of an op in the benchmark's mix (40, 5, 5% in each mode); see `realistic`."""
     return realistic(op, d, _MIX[index // 2 % len(_MIX)], MODES[index % 2], seed, index, length, counter)
 
 

@@ -31,12 +31,7 @@ class SymbolicProblem:
 
 
 def symbolic(op: int, seed: int, index: int, length: int = 0) -> SymbolicProblem:
-    """Make one problem; the same arguments give the same problem.
-
-    op: variables that can be derived, at least 1.
-    seed, index: which problem of these settings.
-    length: the nominal tokens, or 0 for a problem without filler.
-    """
+    """Make one problem (see `SymbolicProblem`); the same arguments give the same one. length: 0 is without filler."""
     rng = random.Random(f"gsm_symbolic/{op}/{length}/{seed}/{index}")
     n = op + int(length * 828 / 9668)
     names = [f"V{number:06d}" for number in rng.sample(range(1_000_000), n)]

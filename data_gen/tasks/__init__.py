@@ -107,10 +107,7 @@ class Mixture:
         return rng.randint(self.min_length, self.max_length)
 
     def __getitem__(self, index: int) -> Document:
-        """Make document number `index`.
-
-        Raises ValueError if its length is too short for its task, IndexError for an index below 0.
-        """
+        """Make document number `index`. Raises ValueError for a length too short, IndexError for one below 0."""
         if index < 0:
             raise IndexError(f"index={index}: documents are numbered from 0")
         rng = random.Random(f"mixture/{self.seed}/{index}")

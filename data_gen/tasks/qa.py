@@ -48,11 +48,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class QuestionAnswering(Task):
-    """One question of a data set with its documents among others.
-
-    Document `index` asks question number `index` of the file `Request.data`; SQuAD's questions without an answer do
-    not count.
-    """
+    """Question number `index` of the file `Request.data`, of those with an answer, with its documents among others."""
 
     dataset: Annotated[str, OneOf(*FILES)]
     max_new_tokens: Positive = 32  # room for the reply
@@ -124,8 +120,6 @@ def _ask(asked: Asked) -> Question:
 
 def read(dataset: str, path: str | None) -> tuple[tuple[Asked, ...], tuple[str, ...]]:
     """Return the questions and the sorted distinct documents of an official file, plain or .gz.
-
-    dataset: "squad" or "hotpotqa".
 
     Raises FileNotFoundError if there is no file, ValueError if it has another form.
     """

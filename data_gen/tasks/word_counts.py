@@ -110,10 +110,7 @@ class CommonWords(Task):
 
 @lru_cache(maxsize=4)
 def vocabulary(path: str | None) -> tuple[str, ...]:
-    """Return the distinct words of cwe: the shipped 8,169, then those of a file with one word per line.
-
-    Raises FileNotFoundError if the file does not exist.
-    """
+    """Return the distinct words of cwe: the shipped 8,169, then those of a file. Raises FileNotFoundError."""
     found = dict.fromkeys(w for kind in ("nouns", "adjectives", "verbs") for w in haystack.words(kind))
     if path is not None:
         source = Path(path)
