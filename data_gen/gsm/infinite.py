@@ -54,7 +54,7 @@ def realistic(
     """Make one problem; the same arguments give the same one. Raises ValueError if it needs more names than there are.
 
     op, d, template, mode, seed, index, length: see `Problem`, whose filler needs `counter`. As in the benchmark, it has
-    one statement of about 30 tokens per 40 tokens of length - 1000 - 7 times the problem's, so that samples are shorter.
+    a statement of about 30 tokens per 40 tokens of length - 1000 - 7 times the problem's, so that samples are shorter.
     """
     words = _TEMPLATES[template]
     rng = random.Random(f"gsm_infinite/{template}/{mode}/{op}/{d}/{seed}/{index}")

@@ -37,12 +37,7 @@ def retract(cache: Cache) -> None:
 
 
 class DecodeLoop:
-    """Feeds a cache one token per row and step.
-
-    model: PreTrainedModel.
-    cache: Cache: holds the prompt.
-    positions: int [B, 1]: position of each row's next token.
-    """
+    """Feeds a cache, which holds the prompt, one token per row and step; positions: int [B, 1] of each next token."""
 
     def __init__(self, model: PreTrainedModel, cache: Cache, positions: Tensor) -> None:
         self.model, self.cache, self.positions = model, cache, positions.clone()
@@ -57,9 +52,7 @@ class DecodeLoop:
 
     @torch.no_grad()
     def step(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits [B, vocabulary] after tokens [B, 1].
-
-        mask: bool [B, columns, these tokens' included] or None, default None: False marks padding.
+        """Logits [B, vocabulary] after tokens [B, 1]; mask: bool [B, columns, these tokens' included], False = padding.
 
         Once captured, the logits lie in memory that the next step overwrites. A step that was begun takes the tokens
         that it was begun with.

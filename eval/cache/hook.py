@@ -33,14 +33,10 @@ def attention(
 ) -> tuple[Tensor, None]:
     """The attention function of the implementation "leank".
 
-    module: the model's attention layer
-    query: [B, Hq, Q, D]
+    query: [B, Hq, Q, D]; value: [B, H, T, D]
     key: [B, H, T, D], or a cache layer that attends by itself, such as a CompressedLayer
-    value: [B, H, T, D]
     attention_mask: [B, T] padding mask, or a mask that SDPA takes, None = causal
-    scaling: factor of the logits, None = 1 / sqrt(D)
-    dropout: share of weights that become zero
-
+    scaling: factor of the logits, None = 1 / sqrt(D); dropout: share of weights that become zero
     Returns ([B, Q, Hq, D], None). Raises ValueError for a kind of attention that is not implemented.
     """
     softmax = Softmax.of(getattr(module, "layer_idx", "?"), kwargs)

@@ -75,10 +75,7 @@ def mask_digest(masks: Mapping[int, Tensor | None]) -> str:
 
 
 def save(path: str | os.PathLike[str], layers: Sequence[Any], model: PreTrainedModel) -> None:
-    """Write the layers of a cache.
-
-    Raises ValueError for a cache without a whole prompt, or with a part that a file cannot hold.
-    """
+    """Write a cache's layers. Raises ValueError without a whole prompt, or with a part that a file cannot hold."""
     if not all(isinstance(layer, CacheLayerMixin) for layer in layers):
         raise ValueError("a cache of a model with linear attention cannot be saved: a file holds tokens, not states")
     held = [_compressed(layer) if isinstance(layer, CompressedLayer) else _sliding(layer) for layer in layers]
@@ -137,12 +134,9 @@ def _sliding(layer: Any) -> dict[str, Tensor]:
 
 
 class Saved:
-    """A file that `save` wrote, read and compared with its own digest.
+    """A file that `save` wrote, compared with its digest. Raises FileNotFoundError or DamagedFile.
 
-    middles: how each layer keeps its middle, for `compressed_cache`
-    compressed: the layers that are compressed
-
-    Raises FileNotFoundError or DamagedFile.
+    middles: how each layer keeps its middle, for `compressed_cache`; compressed: the layers that are compressed
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -59,10 +59,7 @@ class ChosenPlan(Uncopied):
 
 
 class Chosen(Kernel):
-    """The backend in Triton for layers that choose what they read; the layers of a cache share its scratch memory.
-
-    Several query tokens at once, as in a later turn, run in plain PyTorch.
-    """
+    """The backend in Triton for layers that choose what they read; several query tokens run in plain PyTorch."""
 
     def __init__(self, config: ChosenConfig | None = None, programs: int = 0) -> None:
         """Choose the launch; programs: number of programs, 0 = so many per multiprocessor as `config` says."""
@@ -157,10 +154,7 @@ class Chosen(Kernel):
         self.prepare(store, int(due.max()))
 
     def prepare(self, store: Store, moved: int = 0) -> ChosenPlan:  # type: ignore[override]
-        """The store's table, made anew in place if addresses or capacities have changed, and its bounds.
-
-        moved: the most tokens that have joined a head's middle since the bounds were current
-        """
+        """The store's table and bounds, made anew where outdated by addresses, capacities or `moved` tokens."""
         old, ranking = store.plan if isinstance(store.plan, ChosenPlan) else None, ranking_of(store)
         if old is not None and (old.version, old.group) == (store.version, self._group):
             plan = old
@@ -214,8 +208,8 @@ class Chosen(Kernel):
 def lines_held(candidates: int) -> tuple[int, int]:
     """Lines that a program of `choose` holds of so many pages or runs, and how many of these a line has.
 
-    There is room for 1/16 more, because a captured step goes on while the middle grows, and each count reads what is
-    past the lines again. So where a power of two is full, lines grow longer rather than twice as many.
+    There is room for 1/16 more, as the middle grows under a captured step and each count reads what is past the lines
+    again. So where a power of two is full, lines grow longer rather than twice as many.
     """
     wanted = candidates + candidates // 16 + 1
     lines = max(8, min(MOST_BLOCK // LINE, triton.next_power_of_2(-(-wanted // LONGEST))))

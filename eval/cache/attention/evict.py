@@ -34,7 +34,6 @@ class Weights:
         """Give the scores and the scratch memory a column for every token that the layer has room for.
 
         room: of an earlier call for this layer, which is changed in place; None = there was none
-
         Returns int64 [2] on the device, the scores' address and columns; None if the layer does not evict.
         """
         policy = store.eviction
@@ -63,10 +62,8 @@ class Weights:
     def add(self, store: Store, policy: Eviction, room: Tensor, position: Tensor, group: int, rows: int) -> None:
         """Add the weights of the step whose logits are in the scratch memory; the reference is `Eviction.add`.
 
-        room: from `fit`
-        position: [B, Q], the real index of each query, -1 for padding
-        group: query heads per KV head
-        rows: query rows of a KV head in the launch
+        room: from `fit`; position: [B, Q], the real index of each query, -1 for padding
+        group: query heads per KV head; rows: query rows of a KV head in the launch
         """
         places, columns = store.tail.length.size, policy.scores.shape[-1]
         kernels.add_weights[(places, max(1, min(PROGRAMS // places, -(-columns // BLOCK))))](
@@ -79,10 +76,7 @@ class Weights:
         )
 
     def compact(self, store: Store, policy: Eviction, choice: Choice, room: Tensor) -> None:
-        """Drop tokens from the tail, and their scores, in two launches; the reference is `Eviction.prune`.
-
-        choice: which of the middle's tokens stay
-        """
+        """Drop tokens that do not stay from the tail, and their scores, in two launches; see `Eviction.prune`."""
         tail, (stay, left) = store.tail, choice
         most, dim = stay.shape[-1], tail.head_dim
         roomy = (tail.capacity > ROOMY * (left + GROWTH)).any()

@@ -94,10 +94,7 @@ class CodecKernels:
 
 
 def kernels_of(store: Store) -> CodecKernels | None:
-    """The kernels of the store's codec; None = its middle is in 16 bits.
-
-    A codec says "module:function" in its `kernels`; the function makes them from the store.
-    """
+    """The kernels of the store's codec, made by the "module:function" that it names; None = 16 bits."""
     codec = store.middle.bits
     if codec is None or codec.kernels is None:
         return None
@@ -216,11 +213,7 @@ class Kernel(Plain):
     captures = True
 
     def __init__(self, config: Config | None = None, programs: int = 0) -> None:
-        """Choose the launch.
-
-        config: None = the one for what a store holds
-        programs: number of programs, 0 = `config.per_sm` per multiprocessor
-        """
+        """Choose the launch, None = by what a store holds; programs: 0 = `config.per_sm` per multiprocessor."""
         self.config, self.programs = config, programs
         self._partials, self._done = torch.empty(0), torch.empty(0, dtype=torch.int32)
         self.weights = Weights()
@@ -274,10 +267,7 @@ class Kernel(Plain):
             self.weights.compact(store, policy, choice, room)
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-        """Attention in one launch; parameters and result are those of `batched.attend`.
-
-        Raises ValueError for a softmax that is not plain, and for a scaling <= 0 of a packed middle.
-        """
+        """Attention in one launch; see `batched.attend`. Raises ValueError for what the kernel cannot compute."""
         if not softmax.plain:
             raise ValueError(f'{softmax.why_not_kernel}; use backend="auto" or "torch"')
         plan = self.prepare(store)

@@ -33,10 +33,7 @@ from leank.precision import GROUP, KEY_BITS, ROOM, WHOLE, Precision, value_group
 
 
 class Whole(PageCodec):
-    """A band of numbers in the model's dtype: no codes; a page of K lies token by token, one of V channel by channel.
-
-    So neighbours in memory are numbers over which a product sums.
-    """
+    """A band in the model's dtype: no codes; K lies token by token, V channel by channel, as products sum."""
 
     bits = WHOLE
 

@@ -118,9 +118,8 @@ class PageCodec(BandCodec):
 
     @abstractmethod
     def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
-        """Codes, uint8 [R, n, d], one for each coordinate, and numbers [R, n, ...] or [R, n / group, ...].
+        """Codes uint8, one for each number of x [R, n, d], whole groups, and numbers [R, n or n / group, ...].
 
-        x: [R, n, d], whole groups of tokens
         keys: whether these are the kept channels of K, else V
         """
 
@@ -167,10 +166,7 @@ class PageCodec(BandCodec):
 
 @dataclass(frozen=True)
 class OfHeads(BandCodec):
-    """One band in every head, whose codec is not the same for K and V, or not in all heads.
-
-    heads: the codecs of K and of V of each head, or one pair for all; none has groups of tokens
-    """
+    """One band in every head, of the codecs of K and of V of each head, or one pair for all; without groups."""
 
     heads: tuple[tuple[PageCodec, PageCodec], ...]
 
@@ -243,12 +239,7 @@ class PageSegment(Segment):
         return tuple((size, max(1, int(np.gcd.reduce(size, axis=None)))) for size in sizes)
 
     def append(self, rows: np.ndarray, k: Tensor, v: Tensor, count: np.ndarray | None = None) -> None:
-        """Add n tokens; the parameters are those of `Segment.append`.
-
-        A prompt's last group may be short of tokens; later tokens must then go to another segment.
-
-        Raises ValueError if a head that takes tokens does not hold whole groups.
-        """
+        """Add n tokens; see `Segment.append`. Raises ValueError behind a group that is short."""
         taken = np.where(self.capacity[rows] > 0, k.shape[2] if count is None else count, 0)
         if (self.length[rows] % self.codec.group)[taken > 0].any():
             raise ValueError(f"tokens must follow whole groups of {self.codec.group}; set flush to a multiple of it")
@@ -304,10 +295,7 @@ class PageSegment(Segment):
         return torch.cat(k, -1).mT, v.flatten(0, 1)
 
     def padded_keys(self, hidden: Tensor) -> Tensor:
-        """The keys of all heads, zero where there is none: [B H, channels, N].
-
-        hidden: [B H, N] bool, columns without a token
-        """
+        """The keys of all heads, [B H, channels, N], zero in columns without a token, hidden [B H, N]."""
         most = int(self.channels.count.max())
         out = torch.zeros(len(hidden), most, hidden.shape[1], dtype=self.dtype, device=hidden.device)
         for heads, planes in self._of_heads(hidden.shape[1], True):
@@ -324,10 +312,7 @@ class PageSegment(Segment):
         return out
 
     def _of_heads(self, columns: int, keys: bool) -> Iterator[tuple[Tensor, list[Plane]]]:
-        """Copies of the pages of heads that hold tokens, for those of a kind at a time: the heads [n], and their pages.
-
-        columns: tokens; where a head has no page, its last one stands
-        """
+        """Heads [n] of one kind that hold tokens, and copies of their pages; a last one may repeat."""
         flat, start = (self.k, self.k_start) if keys else (self.v, self.v_start)
         length, count = (a.reshape(-1) for a in (self.length, self.channels.count))
         size, heads = self.page_bytes()[0 if keys else 1].reshape(-1), self.length.shape[1]
@@ -356,10 +341,7 @@ class PageSegment(Segment):
 
 
 class RecordCodec(Codec):
-    """Keys as short records, one per token and KV head; the values stay as they are.
-
-    Records lie where the kept channels of a key would lie. What a codec holds may belong to the rows of a batch.
-    """
+    """Keys as short records, one per token and KV head, where kept channels would lie; the values stay as they are."""
 
     @property
     @abstractmethod

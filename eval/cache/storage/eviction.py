@@ -43,20 +43,15 @@ class Eviction(ABC):
         return True
 
     def begin(self, scores: Tensor, held: np.ndarray) -> Self:
-        """A copy for one sealed layer.
-
-        scores: [B, H, n], what the tokens held have received from the prompt, then zeros
-        held: [B, H], tokens that each head holds
-        """
+        """A copy for one sealed layer of `held` [B, H] tokens with scores [B, H, n], then zeros."""
         new = copy.copy(self)
         new.scores, new.held = scores.float(), held
         return new
 
     def add(self, weights: Tensor, held: np.ndarray, real: Tensor | None = None) -> None:
-        """Add the attention weights of one step to the scores of all heads.
+        """Add the attention weights of one step to the scores of all heads, which now hold `held` [B, H] tokens.
 
         weights: [B H, >= n], summed over the query heads, in the order of `scores`, new tokens last, then zeros
-        held: [B, H], tokens that each head now holds
         real: [B] bool, the rows that have a token in this step, for the scores of others do not decay; None = all
         """
         self.held, most = held, int(held.max())
@@ -68,19 +63,13 @@ class Eviction(ABC):
     def chosen(
         self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray, kernel: bool = False
     ) -> Choice | None:
-        """Which tokens of the middle stay, None = all.
+        """Which tokens of the middle, prompt and tail, stay, None = all; sink, window: [B], tokens held.
 
-        prompt, tail: the middle
-        sink, window: [B], tokens held
         kernel: whether Triton may choose; all of the middle is in the tail then
         """
 
     def forget_moved(self, gone: np.ndarray, first: np.ndarray) -> None:
-        """Drop, in place, the scores of tokens that left the window of heads whose middle does not take them.
-
-        gone: [B, H], how many tokens left that no middle took
-        first: [B, H], where they begin among the tokens held
-        """
+        """Drop, in place, the scores of `gone` [B, H] tokens from `first` [B, H] on, which no middle took."""
         if gone.any():
             amount, begin = (upload(n, self.scores.device)[..., None] for n in (gone, first))
             token = torch.arange(self.scores.shape[-1], device=self.scores.device)
@@ -90,10 +79,7 @@ class Eviction(ABC):
             self.held = self.held - gone
 
     def quiet(self, held: np.ndarray) -> int:
-        """Lower bound on the tokens to come, all of which stay in the window, before any leave the middle.
-
-        held: [B, H], tokens held
-        """
+        """Lower bound on the tokens to come into the window before any of `held` [B, H] leave the middle."""
         return 0
 
     def reserve(self, columns: int) -> None:
@@ -118,10 +104,7 @@ class Eviction(ABC):
         return compacted(prompt, stay & (token < of_prompt)), compacted(tail, of_tail)
 
     def _keep(self, stay: Tensor, sink: int) -> None:
-        """Drop the scores of tokens that leave.
-
-        stay: [B, H, n] bool, of the n tokens behind the sink; those past a head's own count as staying
-        """
+        """Drop scores of tokens behind the sink that do not stay, bool [B, H, n], True past the last."""
         keep = torch.ones_like(self.scores, dtype=torch.bool)
         keep[..., sink : sink + stay.shape[-1]] = stay
         self.held = self.held - (~keep).sum(-1).cpu().numpy()
@@ -137,10 +120,7 @@ class Eviction(ABC):
 
 
 class HeavyHitters(Eviction):
-    """The tokens of a head's middle with the largest scores stay (H2O, Algorithm 1: a constant budget).
-
-    heavy: tokens of the middle that stay; the rest leaves whenever tokens have joined the middle
-    """
+    """The `heavy` tokens of a head's middle with the largest scores stay (H2O, Algorithm 1: a constant budget)."""
 
     def __init__(self, heavy: int) -> None:
         self.heavy = heavy
@@ -153,7 +133,7 @@ class HeavyHitters(Eviction):
     def chosen(
         self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray, kernel: bool = False
     ) -> Choice | None:
-        """Which tokens of the middle stay; see `Eviction.chosen`."""
+        """See `Eviction.chosen`."""
         middle = prompt.length + tail.length
         if (middle <= self.heavy).all():
             return None
@@ -173,18 +153,11 @@ class HeavyHitters(Eviction):
         return ENDLESS
 
     def ranking(self, prompt: Segment, tail: Segment, sink: int) -> Tensor:
-        """What the tokens are ranked by, [B, H, n] like `scores`.
-
-        prompt, tail: the middle
-        sink: tokens before it
-        """
+        """What the tokens are ranked by, [B, H, n] like `scores`; sink: tokens before the middle."""
         return self.scores
 
     def launched(self, prompt: Segment, tail: Segment, sink: int, most: int) -> Tensor:
-        """What the tokens of the middle are ranked by, [B, H, most], where Triton may run; the slow form is `ranking`.
-
-        most: tokens of a middle; what it says past the end of a head's own is not read
-        """
+        """What `most` tokens of a middle are ranked by, [B, H, most], where Triton may run; see `ranking`."""
         return self.ranking(prompt, tail, sink)[..., sink : sink + most]
 
 
@@ -196,10 +169,7 @@ def moved_up(scores: Tensor, keep: Tensor, count: np.ndarray) -> Tensor:
 
 
 def largest(scores: Tensor, count: int | Tensor) -> Tensor:
-    """Bool [..., n]: the `count` largest of each row of scores [..., n]; the later of equal ones come first.
-
-    count: int, or [..., 1] for each row its own
-    """
+    """Bool [..., n]: the `count` (or [..., 1]) largest of scores [..., n], the later of equal ones first."""
     last_first = torch.argsort(scores.flip(-1), dim=-1, descending=True, stable=True)
     chosen = (torch.arange(scores.shape[-1], device=scores.device) < count).expand(scores.shape)
     return torch.zeros_like(chosen).scatter_(-1, scores.shape[-1] - 1 - last_first, chosen)

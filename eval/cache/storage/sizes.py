@@ -42,12 +42,7 @@ class Sizes(Checked):
 
 
 def real_positions(seen: Tensor, new: int, real: Tensor | None) -> Tensor:
-    """The real index of each new column, -1 for padding: [B, new].
-
-    seen: [B], real tokens before these columns
-    new: number of columns
-    real: [B, new] bool, False = padding, None = no padding
-    """
+    """The real index of `new` columns behind seen [B] real tokens, [B, new]; -1 where real [B, new] is False."""
     if real is None:
         return seen[:, None] + torch.arange(new, device=seen.device)
     real = real.to(seen.device)
@@ -61,10 +56,7 @@ def middle_columns(position: Tensor, sizes: Sizes) -> Tensor:
 
 
 def equal_rows(real: Tensor) -> Iterator[tuple[slice, slice | Tensor]]:
-    """Neighbouring rows of real [B, T] that are equal, and their true columns; a slice, which needs no copy, if it can.
-
-    Rows without a true column are left out.
-    """
+    """Neighbouring rows of real [B, T] that are equal and not empty, and their true columns, a slice if can be."""
     patterns = real.cpu().numpy()
     edges = np.flatnonzero((patterns[1:] != patterns[:-1]).any(1)) + 1
     for first, last in pairwise([0, *edges.tolist(), len(patterns)]):

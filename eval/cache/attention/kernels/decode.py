@@ -92,10 +92,7 @@ def _values(
 
 @triton.jit
 def add_kept(acc, of_kept, m_before, m, ranks, D: tl.constexpr):
-    """The numerator acc [M, D] of maximum m_before, and of_kept [M, VALUES] of maximum m, of the kept channels of V.
-
-    ranks: the place of every channel among the kept, [D], -1 = pruned, which receives nothing
-    """
+    """Add of_kept [M, VALUES] of maximum m to acc [M, D] of m_before; ranks: each channel's place, -1 = pruned."""
     rank = tl.load(ranks + tl.arange(0, D))
     place = tl.broadcast_to(tl.maximum(rank, 0)[None, :], acc.shape)
     found = tl.where((rank >= 0)[None, :], tl.gather(of_kept, place, 1), 0.0)
@@ -244,14 +241,11 @@ def decode(
 ):
     """Program (p, c): span p of the work table for the query tokens of chunk c.
 
-    layer, queries, results: `parts.Layer`, `parts.Queries` and `parts.Results`
-    table: int64 [lines, FIELDS], with the columns of work.Column
+    layer, queries, results: of `parts`. table: int64 [lines, FIELDS], with the columns of work.Column
     scratch, room: where logits are left; see `evict`
-    most: partial results of a chunk that there is room for
-    places: B * H
-    F: a `Form`
+    most: partial results of a chunk that there is room for. places: B * H
+    F: a `Form`. CODES: what READ is compiled for
     READ: the function that reads a middle in fewer bits, with the parameters of `packed.read`; None = it is in 16 bits
-    CODES: what READ is compiled for
     """
     M: tl.constexpr = F.M
     D: tl.constexpr = F.D

@@ -73,8 +73,8 @@ def step(acc, m, z, s, v):
 def wait_for_previous_kernel(PDL: tl.constexpr):
     """With programmatic dependent launch, wait for the previous kernel's end, then let the next one's blocks start.
 
-    A kernel may read before this call only what no kernel writes that lets the next one start: `ring.write` and
-    `decode` let it, and write neither the work table nor the numbers of kept channels.
+    What may be read before this call no kernel writes that lets the next one start: the work table, and the numbers of
+    kept channels, for `ring.write` and `decode` write neither.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -133,12 +133,10 @@ def sink_and_window(
 
 @triton.jit
 def merge(partial, stat, first, partials, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr, D: tl.constexpr):
-    """Combine partial results first .. first + partials - 1 by log-sum-exp.
+    """Combine partial results first .. first + partials - 1 by log-sum-exp: [ROWS, D], maximum and denominator [ROWS].
 
     A thread has four columns of a row in every partial result, and that row's maxima and denominators, so that threads
-    exchange nothing. It asks for MERGE_LINES partial results before it waits for one.
-
-    Returns [ROWS, D], zero where nothing was seen, and the maximum and denominator [ROWS].
+    exchange nothing. It asks for MERGE_LINES partial results before it waits for one. What sees nothing is zero.
     """
     PLACES: tl.constexpr = ROWS * D // 4
     place = tl.arange(0, PLACES)
