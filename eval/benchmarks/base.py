@@ -79,10 +79,7 @@ class Benchmark(Checked, ABC):
         return {}
 
     def data(self, task: str) -> str | None:
-        """What the files that a task's samples come from are known by, their contents; None for a task without files.
-
-        To be asked after `check`.
-        """
+        """What the files of a task's samples are known by, None without files; to be asked after `check`."""
         return None
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_new_tokens: int | None) -> None:
@@ -96,10 +93,9 @@ class Benchmark(Checked, ABC):
     def check(
         self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
     ) -> None:
-        """Prepare, and build some samples, before any weights are loaded.
+        """Prepare, and build some samples, before any weights are loaded; max_new_tokens: None = the rows' own.
 
-        config: the model's. overhead: tokens that the chat template adds. max_new_tokens: instead of the rows' own,
-        None = those. Raises ValueError or FileNotFoundError, naming the setting or the file.
+        Raises ValueError or FileNotFoundError, naming the setting or the file.
         """
         limit = getattr(config, "max_position_embeddings", None)
         self.prepare(tokenizer, limit, max_new_tokens)

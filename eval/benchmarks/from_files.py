@@ -208,10 +208,7 @@ class FromFiles(Benchmark):
             self._digests[task] = self._known_by(task, lines)
 
     def try_line(self, line: Line, task: str) -> Row:
-        """Build a line's row and score it with an empty reply and with those that are right.
-
-        Raises ValueError, naming the line, where any of that fails.
-        """
+        """Build a line's row, and score an empty reply and right ones. Raises ValueError, naming the line."""
         try:
             row = self.build(task, line.data)
             score_row(row, "")

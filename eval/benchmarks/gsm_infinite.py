@@ -232,9 +232,8 @@ def _nominal(length: int) -> str:
 
 
 def realistic_row(data: Mapping[str, Any], merge_turns: bool = False) -> Row:
-    """One Medium or Hard problem as a `Row`: system message, header, problem, the last two being user turns in a row.
+    """A Medium or Hard problem (`RealisticLine`): system message, header, problem, the last two being user turns.
 
-    data: see `RealisticLine`.
     merge_turns: put header and problem into one user turn, for chat templates that want turns to alternate.
     """
     instructions = _HEADER.format(**_NOUNS[data["template"]])
@@ -254,10 +253,7 @@ def realistic_row(data: Mapping[str, Any], merge_turns: bool = False) -> Row:
 
 
 def gold_answer(answer: int | str | None, solution: str | None) -> int:
-    """The answer as it is given, or the integer between "Answer: " and the next "." of the solution.
-
-    Raises ValueError if there is neither, or if they differ.
-    """
+    """The answer as given, or "Answer: N." of the solution. Raises ValueError if there is none, or two differ."""
     stated, dot, _ = (solution or "").partition("Answer: ")[2].partition(".")
     try:
         found = {int(text) for text in (answer, stated if dot else None) if text is not None}
@@ -312,10 +308,9 @@ def score(row: Row, reply: str) -> float:
 
 @metric("gsm_symbolic")
 def score_symbolic(row: Row, reply: str) -> float:
-    """Whether the variables that the reply names (``V`` and digits as a whole word) are the right ones, 0 or 1.
+    """Whether the variables that the reply names behind the last "</think>" are the right ones, 0 or 1.
 
-    Text up to the last "</think>" is ignored. Officially a 7B model first extracts the names from the reply; give its
-    output here to repeat that. On a raw reply every name that is mentioned counts.
+    Officially a 7B model first extracts the names from the reply; give its output here to repeat that.
     """
     return float({*re.findall(r"\bV\d+\b", reply.rsplit("</think>", 1)[-1])} == {*row.answers})
 
@@ -350,9 +345,5 @@ def stated_integer(reply: str) -> int | None:
 
 
 def auc(accuracy_by_op: Mapping[int, float]) -> float:
-    """LeanK's area: trapezoid over neighbouring op values at unit spacing.
-
-    accuracy_by_op: {op: accuracy 0-1}. Six op values (2, 4, .. 12) give a scale of 0-5. Fewer than two values give 0.
-    Source: LeanK tables 14 -> 4.
-    """
+    """LeanK's area (tables 14 -> 4): trapezoid over {op: accuracy 0-1} at unit spacing; six values give 0-5, one 0."""
     return float(np.trapezoid([accuracy_by_op[op] for op in sorted(accuracy_by_op)]))

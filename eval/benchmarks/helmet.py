@@ -173,10 +173,7 @@ class Helmet(FromFiles):
         )
 
     def _labelled(self, task: str, data: IclLine) -> tuple[list[int], list[IclLine]]:
-        """The number that stands for each label, and the examples, as many of each label; drawn by a seed of the text.
-
-        The examples come in rounds: each has one of every label, in an order of its own.
-        """
+        """The number that stands for each label, and examples in rounds of every label, by a seed of the text."""
         name, _, length = task.rpartition("_")
         kinds, shots = ICL[name][0], ICL[name][1][length]
         seed = (seed_of(data["text"], None) + SEED) % 2**31

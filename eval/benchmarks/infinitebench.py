@@ -95,11 +95,7 @@ class InfiniteBench(FromFiles):
         )
 
     def right(self, row: Row) -> Sequence[str]:
-        """Return the answers, of multiple choice the letter.
-
-        There are none where the official scorer cannot find all true answers: a name of two words (longdialogue_qa_eng)
-        and a negative number (math_calc).
-        """
+        """Return the answers, of multiple choice the letter; none where the official scorer may not find a true one."""
         if row.task in ("longdialogue_qa_eng", "math_calc"):
             return ()
         return [f"{row.answers[1]}."] if row.task in CHOICES else super().right(row)
@@ -109,10 +105,7 @@ class InfiniteBench(FromFiles):
 
 
 def label(task: str, data: InfiniteBenchLine) -> list[Any]:
-    """Return what the task's scorer compares with: the answers, and of multiple choice the right option and its letter.
-
-    Raises ValueError for a label that does not fit the task.
-    """
+    """Return the answers, of multiple choice the right option and its letter. Raises ValueError for a wrong label."""
     answers = data["answer"] if isinstance(data["answer"], list) else [data["answer"]]
     if task.startswith("long") and not (answers and all(isinstance(a, str) and a.strip() for a in answers)):
         raise ValueError(f"answer={reprlib.repr(answers)} must be a text or a list of texts, none blank")
@@ -221,10 +214,7 @@ def choice(prediction: str, labels: Sequence[str]) -> bool:
 
 
 def math_find(prediction: str, labels: Sequence[object]) -> bool:
-    """Return whether the first unsigned number equals the label.
-
-    A reply with a decimal number is wrong where the label is an integer; the official code ends in a ValueError there.
-    """
+    """Whether the first unsigned number is the label; never a decimal one of an integer, an error officially."""
     label = labels[0]
     if isinstance(label, bool) or not isinstance(label, int | float):
         raise ValueError(f"math_find: the label must be a number, got {label!r}")

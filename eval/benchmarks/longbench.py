@@ -98,10 +98,7 @@ class LongBench(FromFiles):
         return read(f"LongBench {task}", task, self.path, HUB)
 
     def build(self, task: str, data: LongBenchLine) -> Row:
-        """Build a row of one line; ``row.prompt`` is the official prompt.
-
-        task: official name; "_e" (LongBench-E) uses the same prompt.
-        """
+        """Build a row with the official prompt, for LongBench-E ("_e") that of the same task."""
         name = task.removesuffix("_e")
         if (of := data.get("dataset")) is not None and of.removesuffix("_e") != name:
             raise ValueError(f'"dataset" is {of!r}, which is not the task {task!r}')

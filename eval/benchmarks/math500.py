@@ -77,11 +77,7 @@ def score(row: Row, reply: str) -> float:
 
 
 def grade(given: str | None, truth: str) -> bool:
-    """Whether the given answer is right; None is wrong.
-
-    A text of more than `math_equal.MAX_EXPRESSION` characters that is not equal, and one too costly to evaluate, is
-    wrong.
-    """
+    """Whether the given answer is right; None is wrong, and so is one too long or too costly to compare."""
     if given is None:
         return False
     if given.strip() == truth.strip():

@@ -154,10 +154,7 @@ def score(row: Row, reply: str) -> float:
 
 
 def extract_letter(reply: str) -> str | None:
-    """The letter of a generated answer: the last "answer is (X)" or "Answer: X", else a leading letter.
-
-    The official code has no such step; it is this project's.
-    """
+    """The last "answer is (X)" or "Answer: X" of a reply, else a leading letter; not official, but this project's."""
     # possessive quantifiers give nothing back, so that a long run of blanks is read once
     stated = re.findall(r"(?i:answer)\s*+(?i:is)?+\s*+:?+\s*+\**+\(?+([A-D])\b", reply)
     if stated:

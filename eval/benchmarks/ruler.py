@@ -119,10 +119,7 @@ def score_part(row: Row, reply: str) -> float:
 
 
 def _found(row: Row, reply: str) -> list[bool]:
-    """Whether each reference occurs in the reply, by substring, so that "no" is found in "know".
-
-    Case is ignored with lower(), which is not casefold(): "STRASSE" does not hold "straße".
-    """
+    """Whether each reference occurs in the reply, by substring and lower(), not casefold(): "no" is in "know"."""
     text = postprocess(reply).lower()
     return [reference.lower() in text for reference in row.answers]
 

@@ -18,10 +18,9 @@ _BY_OP: set[str] = set()
 
 
 def metric(name: str, by_op: bool = False) -> Callable[[Scorer], Scorer]:
-    """Register a scorer: of a row and a reply up to the first stop string, 0-1.
+    """Register a scorer: of a row and a reply up to the first stop string, 0-1; name: for a row's `metric`.
 
-    name: str, which a row's `metric` names.
-    by_op: bool, default False: whether the report also groups its rows by `meta["op"]`, with the area under that curve.
+    by_op: whether the report also groups its rows by `meta["op"]`, with the area under that curve.
     """
 
     def register(scorer: Scorer) -> Scorer:

@@ -88,10 +88,7 @@ class Text(Benchmark):
     def _cut(
         self, text: str, spans: Sequence[tuple[int, int]], length: int, tokenizer: PreTrainedTokenizerBase
     ) -> Window:  # fmt: skip
-        """Cut the tokens at `spans` of a text into what is prefilled and the rest.
-
-        A window that takes more tokens by itself than within the text loses its end.
-        """
+        """Cut the tokens at `spans` of a text in two; a window that takes more tokens by itself loses its end."""
         size = len(spans)
         start, middle = spans[0][0], spans[round(self.prefilled * size)][0]
         while len(tokenizer(text[start : spans[size - 1][1]])["input_ids"]) > length:

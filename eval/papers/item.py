@@ -59,11 +59,7 @@ class Step(Data):
         return self.replays or (self.words[0] == ANALYSIS and find_spec("scripts") is not None)
 
     def line(self, quick: bool = False, overrides: Iterable[str] = ()) -> tuple[str, ...]:
-        """Return the words that are run.
-
-        quick: whether few samples will do.
-        overrides: of python -m leank.eval; of an analysis they choose model and mask alone.
-        """
+        """Return the words that are run; of overrides of leank.eval an analysis takes model and mask alone."""
         short = [*(QUICK if "+experiment=papers/here" in self.words else ()), *shlex.split(self.quick)]
         added = [one for one in overrides if self.replays or one.startswith(("model", "mask"))]
         return (*self.words, *(short if quick else ()), *added)

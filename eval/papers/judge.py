@@ -54,8 +54,7 @@ class Judgement:
 def contrast(claim: Contrast, runs: Sequence[pd.DataFrame], alone: bool = True) -> Judgement | None:
     """Compare two methods sample by sample; tasks and lengths count alike. Seconds are compared batch by batch.
 
-    runs: of `report.groups.frame`, one for each run.
-    alone: whether one process made the rows; the seconds of processes that shared a machine decide nothing.
+    runs: of `report.groups.frame`; alone: whether one process made the rows, else seconds decide nothing
     Returns None where no sample has both.
     """
     name, scores = COLUMNS[claim.measure], claim.measure == "score"
@@ -140,11 +139,7 @@ def _units(rows: pd.DataFrame, over: Sequence[str]) -> Values:
 def _decided(
     figures: Figures, bound: float, above: bool, count: int, few: int, units: str = "samples"
 ) -> tuple[Verdict, str]:
-    """Return the verdict, and why it is not decided.
-
-    above: whether the claim is that the figure lies above `bound`; else below.
-    few: how many samples, or other units of the interval, it takes to decide.
-    """
+    """Return whether a figure lies above (or below) `bound`, and why that is undecided; few: units it takes."""
     _, low, high = figures
     right, wrong = (low > bound, high < bound) if above else (high < bound, low > bound)
     if (right and count < few) or count < min(few, FEW):

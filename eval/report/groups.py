@@ -155,10 +155,7 @@ def _line(row: ResultRow, method: str) -> dict[str, Any]:
 
 
 def paired(table: pd.DataFrame, first: str, second: str) -> pd.DataFrame:
-    """Return a line for every sample that both methods have, in the order of `second`.
-
-    table: of `frame`. The columns of the first method end in _first, those of the second in _second.
-    """
+    """Return a line for every sample of both methods, in the order of `second`; columns end in _first and _second."""
     a, b = (table[table["method"] == name] for name in (first, second))
     return b.merge(a, on=SAMPLE, suffixes=("_second", "_first"))
 

@@ -68,10 +68,7 @@ def replies(pairs: pd.DataFrame, first: str, second: str) -> list[Reply]:
 
 
 def replies_unlike_dense(table: pd.DataFrame, dense: str | None) -> dict[str, list[Reply]]:
-    """Return the replies of each method that differ from dense's, under a line that counts them.
-
-    table: of `groups.frame`.
-    """
+    """Return the replies of each method in `groups.frame` that differ from dense's, under a line that counts them."""
     found = {}
     for method in table["method"].cat.categories if dense is not None else ():
         pairs = changed(table, str(dense), method)

@@ -49,10 +49,7 @@ Values = np.ndarray
 
 
 class Means:
-    """Means of strata, whose intervals are drawn at once.
-
-    `add` writes a mean into a record at once, and `draw` the intervals of all of them, under NAME_low and NAME_high.
-    """
+    """Means of strata: `add` writes one into a record, `draw` the intervals of all, NAME_low and NAME_high, at once."""
 
     def __init__(self) -> None:
         self._wanted: list[tuple[Record, str, list[Values]]] = []
@@ -83,18 +80,12 @@ def split(values: Values, cells: Values) -> list[Values]:
 
 
 def summarise(rows: Iterable[ResultRow]) -> dict[str, Any]:
-    """Compute everything that a report shows; this module says what it holds.
-
-    Raises ValueError for a row that no report can be computed from.
-    """
+    """Compute everything that a report shows, see the module. Raises ValueError for a row that is unusable."""
     return summarise_groups(group(rows))
 
 
 def summarise_groups(groups: Iterable[Sequence[ResultRow]], columns: Sequence[str] = ()) -> dict[str, Any]:
-    """Compute `summarise` of rows that `group` has grouped already.
-
-    columns: names of the methods whose differences from every other are wanted, in place of the learned masks.
-    """
+    """Compute `summarise` of grouped rows; columns: methods compared with every other, not the learned masks."""
     return {"resamples": DRAWS, "level": LEVEL, "runs": [_run(rows, columns) for rows in groups]}
 
 

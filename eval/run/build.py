@@ -67,10 +67,7 @@ def build_benchmark(config: Mapping[str, Any]) -> Benchmark:
 def build_methods(
     config: Mapping[str, Any], model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[Method]:  # fmt: skip
-    """Return the methods of a resolved configuration, checked against the model's own config.
-
-    Raises ValueError or FileNotFoundError, naming the setting at fault.
-    """
+    """Return the methods of a resolved configuration, checked against the model's. Raises as `build_job`."""
     labels = expanded(group({} if config.get("method") is None else config["method"], "method"))
     if not labels:
         raise ValueError("method is empty; give method=[dense,leank] or other names of conf/method")
@@ -106,10 +103,7 @@ def warn_of_spans(methods: Sequence[Method]) -> None:
 def build_model(
     config: Mapping[str, object],
 ) -> tuple[ModelConfig, Settings, PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Return the model's settings, those of the replay, the model's own config and the tokenizer; load no weights.
-
-    Raises ValueError or FileNotFoundError, naming the setting at fault.
-    """
+    """Return settings of model and replay, the model's own config and tokenizer, no weights. Raises as `build_job`."""
     refuse_unknown(config, [*GROUPS, *(f.name for f in fields(Settings))], "")
     for name, what in (("name", "a text; the run's folder is called so"), ("mask", "the path of one mask")):
         if isinstance(config.get(name), Mapping | list):
@@ -137,10 +131,7 @@ def build_job(config: Mapping[str, Any]) -> tuple[Job, PreTrainedTokenizerBase]:
 
 
 def expanded(methods: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the methods by label, each one with `each` replaced by what it stands for.
-
-    Raises ValueError for an `each` that is no mapping of settings to lists, and for two methods of one label.
-    """
+    """Return the methods by label, each `each` expanded. Raises ValueError for a wrong one, or a label twice."""
     found: dict[str, Any] = {}
     for label, given in methods.items():
         for name, one in _combinations(label, given):
@@ -191,13 +182,11 @@ def _word(value: object) -> str:
 
 
 def matched(job: Job, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Job:
-    """Return the job with settings.match applied.
+    """Return the job with settings.match applied; config: the model's text config.
 
     In every cell (samples of one task and length) each method's free setting is chosen so that the prompts together
     take the wanted share of their dense bytes. Every sample is built once for its length. A method that cannot get
     there keeps its own settings, and the log says so.
-
-    config: the model's text config.
     Raises ValueError if match is neither a share nor the label of a method whose bytes are known from settings.
     """
     to, itemsize = job.settings.match, job.model.torch_dtype.itemsize

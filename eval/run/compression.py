@@ -19,10 +19,7 @@ log = logging.getLogger("eval")
 
 
 class Compression:
-    """What a cache leaves out of the dense one.
-
-    It is made once the prompts are in the cache, and `found` is called once the replies are.
-    """
+    """What a cache with the prompts leaves out of the dense one; `found` is called once replies are there."""
 
     def __init__(self, method: Method, cache: Cache, prompt: Prefill) -> None:
         self.method, self.rows = method, len(prompt.logits)
@@ -36,10 +33,9 @@ class Compression:
                 self.dropped |= ((layer.kept >= 0).sum(-1) < prompt.lengths).cpu().numpy()
 
     def found(self, fed: Sequence[int], branch: Cache | None = None) -> list[tuple[int, bool]]:
-        """Return, per row, the middle tokens of the layer with most, and whether less than all of them is held or read.
+        """Return per row the middle tokens of the layer with most, and whether less than all of them is held or read.
 
-        fed: per row, the tokens that followed its prompt.
-        branch: the copy of the cache that they were fed to; None: the cache itself.
+        fed: per row, the tokens that followed its prompt, given to a copy `branch` of the cache, None = the cache.
         """
         stores = self.stores if branch is None else _stores(branch)
         middle, less = np.zeros(self.rows, dtype=int), self.dropped.copy()

@@ -68,10 +68,7 @@ class Continuation:
 
 
 class Comparison:
-    """Compares the methods of a batch with dense.
-
-    model: of the replay.
-    pad: id of the token that fills shorter rows.
+    """Compares the methods of a batch with dense; pad: id of the token that fills shorter rows.
 
     Raises ValueError if the model's output head does more than `leank.head.Head` knows of.
     """
@@ -86,13 +83,7 @@ class Comparison:
     def continuation(
         self, prompt: Prefill, questions: Sequence[list[int]], tokens: Sequence[list[int]], text: bool
     ) -> Continuation:
-        """Read the tokens with the dense model.
-
-        prompt: a dense pass.
-        questions: of each row; empty where the prompt has them.
-        tokens: of each row, what is to be read.
-        text: whether the tokens are a text, whose next tokens are known, or a reply.
-        """
+        """Read each row's question, if the prompt lacks it, and tokens, a text or a reply, with the dense model."""
         first = any(questions)
         width = max(map(len, tokens))
         padded = torch.tensor([t + [self.pad] * (width - len(t)) for t in tokens], device=self.model.device).long()
@@ -145,11 +136,9 @@ def compare(
 ) -> dict[str, Tensor]:
     """Compare the distributions that two runs predict after the same n tokens, in float32 (float64 stays).
 
-    head: the model's output head.
-    dense, method: [n, hidden], hidden states of the decoder after each token.
-    targets: int [n], the token that the text goes on with; None without a text.
-    chunk: tokens whose logits are held at a time; `LOGITS_AT_ONCE` decides by default.
-
+    dense, method: [n, hidden], hidden states of the decoder after each token
+    targets: int [n], the token that the text goes on with; None without a text
+    chunk: tokens whose logits are held at a time; `LOGITS_AT_ONCE` decides by default
     Returns float64 tensors [n] on the host: kl in nats, NaN where logits are not finite; top1, 1 where both have the
     same likeliest token, else 0; and of a text loss and dense_loss in nats, and right, 1 where the method's likeliest
     token is the text's.

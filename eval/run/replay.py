@@ -106,8 +106,7 @@ class Decoded:
 def cache_bytes(cache: Cache, prompt: Prefill) -> list[dict[str, float]]:
     """Return the bytes held after each prompt, per part and in total, measured on the tensors.
 
-    A dense cache is counted row by row, without padding and without its room for new tokens; of a compressed one every
-    row has an equal share.
+    Dense ones are counted row by row, without padding and room for tokens; of a compressed cache rows share alike.
     """
     if isinstance(cache, CompressedCache):
         memory, rows = cache.memory(), len(prompt.logits)
@@ -117,10 +116,7 @@ def cache_bytes(cache: Cache, prompt: Prefill) -> list[dict[str, float]]:
 
 
 def branch(cache: Cache) -> Cache:
-    """Return a cache that continues this one, which stays as it is.
-
-    Branches of a dense cache share a buffer: only one of them may be in use at a time.
-    """
+    """Return a cache that continues this one, which stays as it is; of a dense one's, one at a time may be in use."""
     if isinstance(cache, CompressedCache):
         return copy.deepcopy(cache)
     return Cache(layers=[one.fork() if isinstance(one, PromptLayer) else copy.copy(one) for one in cache.layers])
@@ -129,10 +125,7 @@ def branch(cache: Cache) -> Cache:
 class Replay:
     """Methods on one model: `answers(prompts, rows, methods)`. It reads and writes no files.
 
-    model: decides the device.
     tokenizer: of the model; `answers` needs its `decode` and `pad_token_id` alone.
-    settings: of the replay.
-
     Raises ValueError if the model's sliding windows would count padding as tokens.
     """
 
@@ -170,9 +163,7 @@ class Replay:
         """Yield each method with its answers; methods that can share a dense pass over the prompts do.
 
         prompts, rows: of the samples; of conversations, those of the first one's turns, then the second one's, ...
-        turns: of each conversation.
-        one_cache: whether a turn follows the turns before it on one cache; else each has a copy of the context's.
-
+        turns, one_cache: see `Cell`
         Raises ValueError if compress=before_question meets a sample without a context.
         """
         reading = any(row.read for row in rows)
@@ -200,10 +191,7 @@ class Replay:
             yield from self._sharing_a_pass(group, batch)
 
     def _sharing_a_pass(self, methods: Sequence[Method], batch: Batch) -> Iterator[tuple[Method, list[Answer]]]:
-        """Prefill once, and yield each method with its answers.
-
-        The pass is a local of this generator alone, so that it is freed before the next one runs.
-        """
+        """Prefill once, in a local that is freed before the next pass, and yield each method with its answers."""
         start, allocated = self.now(), self._allocated()
         obs = max(method.obs_queries for method in methods)
         chunk = self.settings.prefill_chunk
@@ -238,11 +226,7 @@ class Replay:
         return Comparison(self.model, self.pad)
 
     def _answers(self, method: Method, prompt: Prefill, batch: Batch, prefilled: float, taken: int) -> list[Answer]:
-        """Build the method's cache from its pass, and read and answer each turn through it.
-
-        prefilled, taken: seconds of the pass, and bytes that it allocated.
-        Returns the answers, those of a conversation's turns one after the other.
-        """
+        """Build the method's cache from its pass (of so many seconds and bytes), and answer each turn."""
         start, allocated = self.now(), self._allocated()
         cache = method.cache(self.model, prompt)
         sealed = self.now() - start
@@ -305,10 +289,9 @@ class Replay:
     def _decode(
         self, cache: Cache, prompt: Prefill, before: Prefill | Questions, turn: Turn, keep: bool = False
     ) -> Decoded:
-        """Read a turn's questions through a cache, then decode greedily.
+        """Read a turn's questions behind `before` through a cache, then decode greedily.
 
         prompt: whose next token is the reply's first where no question is read.
-        before: what the cache holds.
         keep: whether the cache ends with the questions, as the reply is decoded in a branch of it.
         """
         start, logits, spent = self.now(), prompt.logits, 0.0
