@@ -23,9 +23,7 @@ from leank.typed import Positive
 @method("by_length")
 @dataclass(frozen=True)
 class ByLength(Channels):
-    """Prompts of at most `at` tokens get one choice, longer prompts another.
-
-    Rows of a batch are told apart: each gets the choice that it gets alone.
+    """Prompts of at most `at` tokens get one choice, longer prompts another, row by row as alone.
 
     Deviation: the paper switches between two LeanK masks; any two choices of channels are accepted here.
     """

@@ -28,10 +28,6 @@ class DoubleSparsityChannels(Calibrated):
       mixes heads.
     - The published 256 blocks of 512 tokens come from a text corpus. Here they are samples of `task`, and the default
       task is written in natural text. Each is a prompt of at most `length` tokens.
-
-    Settings
-    ratio, task, length, samples, seed: see eval.methods.common.calibrated; task "niah_single_2", of which all queries
-      are observed, length 512 and samples 256 by default.
     """
 
     task: str = "niah_single_2"

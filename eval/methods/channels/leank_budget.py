@@ -20,13 +20,9 @@ from leank.typed import OneOf, Positive
 @method("leank_budget")
 @dataclass(frozen=True)
 class LeanKBudget(LeanK):
-    """Each head keeps as many channels as the mask gives it: those of the largest ThinK score.
+    """Each head keeps as many channels as the mask gives it: those of the largest ThinK score (see its deviations).
 
-      Score[j] = ||q_j|| ||k_j||        (ThinK, arXiv 2407.21018, section 3.2)
-
-    The deviations are those of eval.methods.channels.think.
-
-    mask: str or ChannelMask, must be set: see eval.methods.channels.leank; only its number of channels per head counts.
+    Score[j] = ||q_j|| ||k_j||        (ThinK, arXiv 2407.21018, section 3.2)
     """
 
     queries: Positive = 32  # last queries of the prompt that are observed

@@ -26,9 +26,6 @@ class PairEnergy(Calibrated):
     RoPE turns each pair at a frequency of its own, so the subspaces that it leaves as they are at all positions are
     those spanned by whole pairs. Among them these keep the most of K. The queries are not looked at. If the number of
     kept channels is odd, one pair is split.
-
-    Settings
-    ratio, task, length, samples, seed: see eval.methods.common.calibrated.
     """
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

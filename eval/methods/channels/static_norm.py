@@ -23,13 +23,9 @@ class StaticNorm(Calibrated):
 
       Score[j] = mean over samples and query heads of the group of ||q_j|| ||k_j||
 
-    Deviations
+    Deviations (`papers/static_norm` has the paper's settings)
     - The paper has 100 samples of niah_multikey_3 at 64K; the defaults here are 8 at 2K.
-    - Raw norms are averaged by default. Appendix A divides them by the norm of QK^T for each sample and head:
-      `relative`.
-    - `papers/static_norm` has the paper's settings.
-
-    ratio, task, length, samples, seed: see eval.methods.common.calibrated.
+    - Raw norms are averaged by default. Appendix A divides them by the norm of QK^T per sample and head: `relative`.
     """
 
     queries: Positive = 32  # last queries of a sample that are observed
@@ -42,11 +38,7 @@ class StaticNorm(Calibrated):
 
 
 def relative_norms(queries: Tensor, keys: Tensor) -> Tensor:
-    """Mean over the query heads of a group of ||q_j|| ||k_j|| / ||Q K^T||_F, [B, H, D].
-
-    queries: [B, Hq, n, D].
-    keys: [B, H, T, D].
-    """
+    """Mean over a group of ||q_j|| ||k_j|| / ||Q K^T||_F, [B, H, D], of queries [B, Hq, n, D] and keys [B, H, T, D]."""
     q = queries.unflatten(1, (keys.shape[1], -1))  # [B, H, G, n, D]
     both = (q.mT @ q) * (keys.mT @ keys)[:, :, None]  # its sum is ||Q K^T||_F^2, its diagonal ||q_j||^2 ||k_j||^2
     return (both.diagonal(dim1=-2, dim2=-1) / both.sum((-2, -1))[..., None]).sqrt().mean(2)

@@ -77,10 +77,7 @@ class Pruning(Axis):
 
 @dataclass(frozen=True)
 class Calibrated(FromSamples, Pruning, Uniform):
-    """Base of choices of channels whose mask is the same for all inputs.
-
-    The settings are those of `Pruning` and `FromSamples`.
-    """
+    """Base of choices of channels whose mask is the same for all inputs."""
 
     @abstractmethod
     def scores(self, prefill: Prefill) -> Tensor:

@@ -39,8 +39,7 @@ class DoubleSparsity(Reads):
     - The labels are read from the stored keys, where they stand before the other channels, so no second copy in 2 or 4
       bits is held. With `label_bits` they are rounded as such a copy is, per token and head, without the copy's bytes.
     - The authors leave layers 0 and 1 dense: dense_layers=2. Here every layer reads by its labels by default.
-    - Plain PyTorch, which runs where the Triton kernel cannot, reads the other tokens too and masks them: answers are
-      the method's, time is not.
+    - Plain PyTorch, which runs where the Triton kernel cannot, masks the other tokens: time is not the method's.
     """
 
     budget: Positive = 1024  # tokens that a query head reads in all, sink and window included

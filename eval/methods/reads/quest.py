@@ -34,8 +34,7 @@ class Quest(Reads):
     Deviations
     - Sink and window are always read; the authors' code reads at least three pages of any part. The window may hold up
       to `flush` tokens more than its size, beyond the budget.
-    - Plain PyTorch, which runs where the Triton kernel cannot, reads the other pages too and masks them: answers are
-      Quest's, time is not.
+    - Plain PyTorch, which runs where the Triton kernel cannot, masks the other pages: time is not Quest's.
     """
 
     budget: Positive = 1024  # tokens that a query head reads in all, sink and window included
@@ -58,12 +57,7 @@ class Quest(Reads):
 
 
 class Pages:
-    """The pages of one layer's middle, ranked by their bounds.
-
-    store: Store: the sealed layer.
-    page: int, tokens: size of a page.
-    most: int: how many pages a query head reads.
-    """
+    """The pages of a sealed layer's middle, ranked by their bounds; most: how many a query head reads."""
 
     def __init__(self, store: Store, page: int, most: int) -> None:
         self.bounds = Bounds(store, page)

@@ -25,16 +25,12 @@ from leank.typed import Share
 @method("adakv")
 @dataclass(frozen=True)
 class AdaKV(Scored):
-    """A layer keeps the H B tokens of the highest scores over all its H KV heads, B the budget of a head.
+    """A layer keeps the H B tokens of the highest scores over all its H KV heads, B the budget, a head's mean.
 
       kept = top H B of {score_hj : h = 1 ... H, j = 1 ... T},   of every head at least its floor(safeguard B) best
 
-    Deviations
-    - The paper gives head h the budget safeguard B + (1 - safeguard) B_h, where B_h of the H B best tokens are its own.
-      Here, as in kvpress, the best floor(safeguard B) of every head are certain, and the others compete.
-    - The budget holds for the prompt, and new tokens all stay.
-
-    budget: see eval.methods.common.scored; default 1024. It is the mean over the heads of a layer.
+    Deviation: the paper gives head h the budget safeguard B + (1 - safeguard) B_h, where B_h of the H B best tokens are
+    its own. Here, as in kvpress, the best floor(safeguard B) of every head are certain, and the others compete.
     """
 
     # the choice of tokens whose scores count; it needs scores of its own and takes no budget

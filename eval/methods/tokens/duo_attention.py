@@ -155,12 +155,7 @@ class DuoAttention(Tokens):
 
 
 def high_frequency_ratio(prefill: Prefill, high: Tensor, queries: int) -> Tensor:
-    """w_hf [L, H] of one prompt; -inf in layers with sliding-window attention.
-
-    prefill: Prefill: the pass over the prompt.
-    high: bool [L, H, D]: channels of high frequency.
-    queries: int: how many last queries count.
-    """
+    """w_hf [L, H] of one prompt by its last queries, -inf under sliding windows; high: bool [L, H, D], channels."""
     ratio = torch.full(high.shape[:2], -torch.inf)
     for index, layer in enumerate(prefill.layers):
         if isinstance(layer, PromptLayer) and layer.queries is not None:

@@ -38,10 +38,7 @@ class ExpectedAttention(Scored):
     Deviations
     - The value's norm is ||v||, as in kvpress; the paper has ||W_o v||, and epsilon 0.02.
     - At most the last `queries` queries are observed, which bounds memory; the paper takes all of the prompt's.
-    - The budget holds for the prompt and new tokens all stay. The paper also compresses while decoding, and lets each
-      head have a budget of its own, which is `adakv` around this choice.
-
-    budget: see eval.methods.common.scored; default 1024.
+    - The paper also compresses while decoding, and each head has a budget of its own, which is `adakv` around this.
     """
 
     queries: Positive = 4096  # last queries of the prompt that are observed

@@ -27,9 +27,6 @@ class H2O(Evicting):
     Deviation: the paper evicts after every token, those of the prompt as well. Here eviction follows the whole prompt,
     as in public code, so that no early token is lost to the prompt's own beginning, and then happens whenever `flush`
     tokens have left the window.
-
-    Settings
-    budget, evict: see eval.methods.common.scored; default 1024 and True.
     """
 
     column_sums = True

@@ -21,14 +21,9 @@ from leank.eval.methods.common.scored import Scored
 class KVzip(Scored):
     """All KV heads of all layers share one budget, by the scores of the pass `repeat`.
 
-      kept = top L H B of {score_lhj : l = 1 ... L, h = 1 ... H, j = 1 ... T},   B the mean budget of a head
-
-    Sink and window of the cache stay and count as part of the budget.
+      kept = top L H B of {score_lhj : l = 1 ... L, h = 1 ... H, j = 1 ... T},   B the budget, the mean of a head
 
     Deviation: the authors and kvpress protect the first tokens alone.
-
-    Settings
-    budget: see eval.methods.common.scored; default 1024. It is the mean over all heads of all layers.
     """
 
     @property

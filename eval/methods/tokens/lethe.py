@@ -86,12 +86,7 @@ class Lethe(Tokens):
 
 
 class Rounds(Eviction):
-    """The rounds of one layer.
-
-    settings: Lethe: the settings.
-
-    `evict_at` [B] is how many tokens of each row the layer holds before the next round.
-    """
+    """The rounds of one layer; `evict_at` [B]: tokens of each row that it holds before the next round."""
 
     evict_at: np.ndarray
 
@@ -167,11 +162,7 @@ class Rounds(Eviction):
     def _round(
         self, rows: np.ndarray, scores: Tensor, held: np.ndarray, sink: np.ndarray, window: np.ndarray
     ) -> Tensor:
-        """Algorithm 1 on scores [R, n] of the layer's tokens: those that stay, bool [R, n].
-
-        rows: [R], whose `evict_at` change
-        held, sink, window: [R], tokens of each row, in all and at both ends
-        """
+        """Algorithm 1 on scores [R, n] of a layer: the tokens that stay, bool [R, n]; of rows, `evict_at` changes."""
         place = torch.arange(scores.shape[1], device=scores.device)
         found = self._breakpoints(scores, held)
         recent = self._take(rows, found, held)
@@ -211,10 +202,7 @@ def bounds(settings: Lethe, sink: np.ndarray, window: np.ndarray) -> tuple[np.nd
 
 
 def hoyer(a: Tensor, count: Tensor | None = None) -> Tensor:
-    """Hoyer sparsity [...] of a [..., n] >= 0 (Eq. 1): 0 where all are equal, 1 where only one is not zero.
-
-    count: [...], numbers of each row that belong, behind which there are zeros; None = n
-    """
+    """Hoyer sparsity of the first `count` of a [..., n] >= 0 (Eq. 1): 0 where all are equal, 1 where one counts."""
     root = (torch.full(a.shape[:-1], a.shape[-1], device=a.device) if count is None else count).sqrt()
     share = (root - a.sum(-1) / a.norm(dim=-1)) / (root - 1)
     return torch.where(root > 1, share, 1.0)

@@ -49,9 +49,6 @@ class RKV(Evicting):
       leaves the observed tokens out of the softmax. Pooling reaches into the observed tokens here, so that more of the
       few tokens before them stay; theirs ends before them.
     - A prompt longer than the budget is cut by the same rule at its end.
-
-    budget: see eval.methods.common.scored; default 1024.
-    evict: bool, default True: whether the budget also holds while decoding.
     """
 
     queries: Positive = 8  # alpha, last queries that are observed; their tokens always stay
@@ -80,11 +77,7 @@ class RKV(Evicting):
 
 
 class Redundant(HeavyHitters):
-    """The tokens of a head's middle with the largest Z stay.
-
-    heavy: int: tokens of the middle that stay.
-    settings: RKV: the settings.
-    """
+    """The `heavy` tokens of a head's middle with the largest Z stay."""
 
     def __init__(self, heavy: int, settings: RKV) -> None:
         super().__init__(heavy)

@@ -28,16 +28,13 @@ class SnapKV(Scored):
 
       score_j = pool_j(sum over the observed queries t of softmax(q_t K^T / sqrt(D))_j)
 
-    Sink and window of the cache stay too and count as part of the budget. sink=0 and a window of `queries` tokens are
-    the paper's.
+    sink=0 and a window of `queries` tokens are the paper's.
 
     Deviations
     - The authors' code keeps separate tokens for every query head, repeating K and V. Here a KV head has one set, by
       the mean of its group as in kvpress; a sum chooses the same.
     - Pooling averages by default. The authors' LongBench settings pool by maximum over 7, and so do ThinK and IAP:
       `snapkv_max`. Every query head is pooled by itself.
-
-    budget: see eval.methods.common.scored; default 1024.
     """
 
     queries: Positive = 32  # last queries that are observed; their tokens always stay

@@ -27,8 +27,6 @@ class StreamingLLM(Tokens):
     - The window grows by up to `flush` tokens before it is cut back.
     - Tokens keep the positions that they have in the text. The paper numbers the held tokens anew, which matters only
       beyond the lengths that a model was trained on.
-
-    Settings: none of its own.
     """
 
     free = "window"
