@@ -22,8 +22,7 @@ from leank.cli import again, ending
 from leank.data_gen.amount import amount
 from leank.data_gen.chat import template_tokens
 from leank.data_gen.haystack import SPLITS
-from leank.data_gen.request import LONGEST, Request
-from leank.data_gen.sample import Sample
+from leank.data_gen.task import LONGEST, Request, Sample
 from leank.data_gen.tasks import TASKS, task
 from leank.data_gen.tasks.passkey import Passkey
 from leank.data_gen.tasks.text import Text

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from leank.errors import in_one_line
 
@@ -18,22 +18,6 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 DAY = datetime.date(2024, 7, 26)  # of every prompt whose template writes the date; Llama 3.1's template has it, too
 _MARK = "\x02user turn\x03"
 _NOW = re.compile(r"strftime_now\(\s*([\"'])(.*?)\1")  # how templates ask for the date
-
-
-class Asks(Protocol):
-    """What a prompt is made of: a `Sample`, or any row with these three texts."""
-
-    @property
-    def context(self) -> str:
-        """The document."""
-
-    @property
-    def question(self) -> str:
-        """The text that follows the document."""
-
-    @property
-    def answer_prefix(self) -> str:
-        """The start of the reply, which the model is given."""
 
 
 def template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
@@ -67,11 +51,10 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]])
     return str(tokenizer.apply_chat_template(messages, chat_template=own, tokenize=False, add_generation_prompt=True))
 
 
-def prompt(sample: Asks, tokenizer: PreTrainedTokenizerBase, chat: bool) -> str:
-    """Return the whole text that a model reads.
+def prompt(sample: Any, tokenizer: PreTrainedTokenizerBase, chat: bool) -> str:
+    """Return the whole text of a `Sample`, or of any row with its context, question and answer_prefix.
 
-    chat: whether the tokenizer's chat template wraps it. A template writes its own special tokens, so tokenise with
-        `add_special_tokens=not chat`.
+    chat: whether the chat template wraps it; its special tokens are written: tokenise with add_special_tokens=not chat
     """
     before, after = template(tokenizer) if chat else ("", "")
     return before + sample.context + sample.question + after + sample.answer_prefix

@@ -1,4 +1,4 @@
-"""The base of all tasks: a task answers a `Request` with a `Document`, sized in one of two ways.
+"""What a task takes, a `Request`, what it yields, a `Document`, and the base of all tasks, which size it in two ways.
 
 `Task.fill` meets the requested length as closely as tokens allow (training). `Task.draw` makes a document from a number
 of whole units, and `whole_units` finds the number that RULER would take. A binary search per (task, length, seed) finds
@@ -19,14 +19,129 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+from annotated_types import Ge, Le
 
 from leank.data_gen import haystack
-from leank.data_gen.request import Draft, Request
-from leank.data_gen.sample import Document, Question
-from leank.typed import Checked
+from leank.data_gen.haystack import SPLITS
+from leank.data_gen.tokens import TokenCounter
+from leank.typed import Checked, OneOf
 
+LONGEST = 2**24  # tokens; no model reads more, and a slip must not fill the memory
 SHORT = 4096  # tokens; below, every sample has a search of its own
 _SEARCH = -1  # the index of the draw that the search measures
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question about a document.
+
+    question: text that follows the document verbatim; it begins with its own separator.
+    answer_prefix: the start of the reply, which the model is given after the assistant header.
+    answers: the references that a scorer compares with.
+    target: the supervised answer: all references, in the order in which a model is trained to write them.
+    """
+
+    question: str
+    answer_prefix: str
+    answers: tuple[str, ...]
+    target: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row: a `Document` with one `Question`, whose fields it has.
+
+    task, seed, index, context, max_new_tokens, length: see `Document`.
+    question, answer_prefix, answers, target: see `Question`; the first two follow the context.
+    """
+
+    task: str
+    seed: int
+    index: int
+    context: str
+    question: str
+    answer_prefix: str
+    answers: tuple[str, ...]
+    target: str
+    max_new_tokens: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document with its questions.
+
+    task, seed, index: which document.
+    context: the text.
+    questions: questions about it.
+    max_new_tokens: room for a reply.
+    length: tokens of the document with its longest question, special tokens and chat template included. A document
+        filled exactly also counts that question's answer; one sized as in RULER counts max_new_tokens in its place.
+    """
+
+    task: str
+    seed: int
+    index: int
+    context: str
+    questions: tuple[Question, ...]
+    max_new_tokens: int
+    length: int
+
+    def samples(self) -> list[Sample]:
+        """Return one flat row per question."""
+        about = {name: value for name, value in vars(self).items() if name != "questions"}
+        return [Sample(**about, **vars(question)) for question in self.questions]
+
+
+@dataclass(frozen=True)
+class Request(Checked):
+    """One document of a task."""
+
+    name: str  # of the task
+    length: Annotated[int, Ge(1), Le(LONGEST)]  # tokens of the whole prompt with its reply
+    counter: TokenCounter  # counts tokens with the model's tokenizer
+    seed: int  # seed, index: which document
+    index: int
+    questions: Annotated[int, Ge(1), Le(10_000)] = 1  # questions about the document; some tasks have fewer
+    # whether the text, the longest question and its answer fill `length`. Otherwise a document has whole units, and
+    # prompt + max_new_tokens stay within `length`, as in RULER.
+    exact: bool = True
+    essays: str | None = None  # essays, split: the natural text; see `haystack.sentences`
+    split: Annotated[str, OneOf(*SPLITS)] = "all"
+    data: str | None = None  # a file with the task's own data (qa_1, qa_2, cwe)
+    reserve: int = 0  # tokens of `length` to leave for a chat template; see `data_gen.chat`
+
+    @property
+    def room(self) -> int:
+        """Tokens of `length` that remain for text."""
+        return self.length - self.reserve - self.counter.special_tokens
+
+    def rng(self) -> random.Random:
+        """Return the document's own random generator."""
+        return random.Random(f"{self.name}/{self.seed}/{self.index}")
+
+    def left(self, fixed: int) -> int:
+        """Return the tokens that remain after `fixed` ones. Raises ValueError if `fixed` is more than there is."""
+        if fixed > self.room:
+            raise ValueError(
+                f"length={self.length} is too short for task {self.name!r}: without any filler it takes "
+                f"{fixed + self.length - self.room} tokens (questions={self.questions}); raise length"
+            )
+        return self.room - fixed
+
+    def tail(self, questions: Sequence[Question]) -> int:
+        """Count the tokens of the longest question with its answer."""
+        return max(self.counter.counts([q.question + q.answer_prefix + q.target for q in questions], remember=False))
+
+
+class Draft(NamedTuple):
+    """A document's text with its questions."""
+
+    context: str
+    questions: tuple[Question, ...]
+    tokens: int = 0  # tokens of the text with its longest question and answer; 0 if nobody has counted them
 
 
 class Task(Checked, ABC):

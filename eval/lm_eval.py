@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from leank.cli import ending, launch
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import cut_at_stop
+from leank.eval.benchmarks.base import Row, cut_at_stop
 from leank.eval.inference.models import load_model
 from leank.eval.inference.prefill import extend
 from leank.eval.inference.prompts import Prompt

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from leank.backbone import Backbone
-from leank.data_gen.sample import Document
+from leank.data_gen.task import Document
 from leank.data_gen.tasks import Mixture
 
 HELD_OUT = 2**31  # the first step that no training reaches

@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Document
-from leank.data_gen.task import Task
+from leank.data_gen.task import Document, Request, Task
 from leank.data_gen.tasks.chain import Chain
 from leank.data_gen.tasks.few_shot import FewShot
 from leank.data_gen.tasks.niah import Niah

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from itertools import count, islice, pairwise
 
 from leank.data_gen import haystack
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Question
-from leank.data_gen.task import Filler, LaidOut, Layout
+from leank.data_gen.task import Filler, LaidOut, Layout, Question, Request
 from leank.typed import Positive
 
 HEADER = "The following table says where each path leads. Memorize it. I will send you along a path afterwards.\n"

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from leank.data_gen import haystack
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Question
-from leank.data_gen.task import Filler, LaidOut, Layout
+from leank.data_gen.task import Filler, LaidOut, Layout, Question, Request
 from leank.typed import OneOf, Positive
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."

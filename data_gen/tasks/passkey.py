@@ -9,9 +9,7 @@ from typing import Annotated
 from annotated_types import Ge, Le
 
 from leank.data_gen import haystack
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Question
-from leank.data_gen.task import Filler, LaidOut, Layout
+from leank.data_gen.task import Filler, LaidOut, Layout, Question, Request
 from leank.typed import Positive
 
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")

@@ -21,9 +21,7 @@ from typing_extensions import TypedDict
 from leank.data_gen import haystack
 from leank.data_gen.amount import amount
 from leank.data_gen.reading import NotBlank, digest, read_text
-from leank.data_gen.request import Draft, Request
-from leank.data_gen.sample import Question
-from leank.data_gen.task import Task
+from leank.data_gen.task import Draft, Question, Request, Task
 from leank.typed import OneOf, Positive
 
 _INSTRUCTION = (

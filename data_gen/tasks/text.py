@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from leank.data_gen import haystack
-from leank.data_gen.request import Draft, Request
-from leank.data_gen.sample import Question
-from leank.data_gen.task import Task
+from leank.data_gen.task import Draft, Question, Request, Task
 from leank.data_gen.tokens import TokenCounter
 from leank.typed import OneOf
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from leank.data_gen import haystack
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Question
-from leank.data_gen.task import Filler, LaidOut, Layout
+from leank.data_gen.task import Filler, LaidOut, Layout, Question, Request
 from leank.typed import Count, Positive
 
 HEADER = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"

@@ -13,9 +13,7 @@ from pathlib import Path
 
 from leank.data_gen import haystack
 from leank.data_gen.reading import read_text
-from leank.data_gen.request import Draft, Request
-from leank.data_gen.sample import Question
-from leank.data_gen.task import SHORT, Task
+from leank.data_gen.task import SHORT, Draft, Question, Request, Task
 
 CWE_HEADER = (
     "Below is a numbered list of words. In these words, some appear more often than others. "

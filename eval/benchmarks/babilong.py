@@ -19,10 +19,8 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from leank.data_gen.reading import NotBlank
-from leank.eval.benchmarks.base import benchmark, known_tasks
+from leank.eval.benchmarks.base import Row, benchmark, known_tasks, metric
 from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, from_hub, read
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import metric
 
 REPO = "RMT-team/babilong"
 TASKS = ("qa1", "qa2", "qa3", "qa4", "qa5")

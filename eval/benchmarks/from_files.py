@@ -25,9 +25,7 @@ from pydantic_core import from_json
 
 from leank.data_gen.reading import UNREADABLE, digest, read_bytes
 from leank.errors import in_one_line
-from leank.eval.benchmarks.base import Benchmark, Cell
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import score_row
+from leank.eval.benchmarks.base import Benchmark, Cell, Row, score_row
 from leank.typed import Samples, Seed
 
 if TYPE_CHECKING:

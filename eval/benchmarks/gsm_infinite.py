@@ -23,10 +23,8 @@ from leank.data_gen.gsm.infinite import MODES, TEMPLATES, Problem, nth
 from leank.data_gen.gsm.symbolic import SymbolicProblem, symbolic
 from leank.data_gen.reading import NotBlank
 from leank.data_gen.tokens import counter_of
-from leank.eval.benchmarks.base import Cell, benchmark
+from leank.eval.benchmarks.base import Cell, Row, benchmark, kept, metric
 from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, checked, read
-from leank.eval.benchmarks.row import Row, kept
-from leank.eval.benchmarks.scoring import metric
 from leank.typed import Count, OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:

@@ -23,11 +23,9 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from leank.data_gen.reading import NotBlank
-from leank.eval.benchmarks.base import benchmark, known_tasks
+from leank.eval.benchmarks.base import Row, benchmark, known_tasks, metric
 from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, read
 from leank.eval.benchmarks.mmlu import LETTERS
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import metric
 from leank.eval.metrics.text import normalize_chinese, qa_f1, rouge_lsum, token_f1
 from leank.typed import OneOf, Positive
 

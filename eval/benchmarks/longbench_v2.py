@@ -15,10 +15,8 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from leank.data_gen.reading import NotBlank
-from leank.eval.benchmarks.base import benchmark, known_tasks
+from leank.eval.benchmarks.base import Row, benchmark, kept, known_tasks, metric
 from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, checked, read
-from leank.eval.benchmarks.row import Row, kept
-from leank.eval.benchmarks.scoring import metric
 from leank.typed import Positive
 
 HUB = Hub("zai-org/LongBench-v2", "data.json")

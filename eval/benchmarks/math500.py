@@ -16,10 +16,8 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from leank.data_gen.reading import NotBlank
-from leank.eval.benchmarks.base import benchmark
+from leank.eval.benchmarks.base import Row, benchmark, kept, metric
 from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, read
-from leank.eval.benchmarks.row import Row, kept
-from leank.eval.benchmarks.scoring import metric
 from leank.eval.metrics import math_equal
 from leank.typed import Positive
 

@@ -23,10 +23,8 @@ from typing_extensions import TypedDict
 
 from leank.data_gen.amount import amount
 from leank.data_gen.reading import NotBlank, digest, read_text
-from leank.eval.benchmarks.base import benchmark
+from leank.eval.benchmarks.base import Row, benchmark, metric
 from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, checked, from_hub, read
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import metric
 from leank.typed import Count, Positive
 
 LETTERS = "ABCD"

@@ -17,12 +17,11 @@ from annotated_types import Ge, MinLen
 
 from leank.data_gen import haystack
 from leank.data_gen.haystack import SPLITS
-from leank.data_gen.request import Request
+from leank.data_gen.task import Request
 from leank.data_gen.tasks import TASKS, task
 from leank.data_gen.tasks.niah import Niah
 from leank.data_gen.tokens import counter_of
-from leank.eval.benchmarks.base import Benchmark, Cell, benchmark, check_lengths, known_tasks
-from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.base import Benchmark, Cell, Row, benchmark, check_lengths, known_tasks
 from leank.typed import OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:

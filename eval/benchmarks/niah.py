@@ -15,10 +15,8 @@ import numpy as np
 from annotated_types import Ge, Le, MinLen
 
 from leank.data_gen.haystack import SPLITS, known_by, sentences
-from leank.data_gen.request import LONGEST
-from leank.eval.benchmarks.base import Benchmark, Cell, benchmark, check_lengths
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import metric
+from leank.data_gen.task import LONGEST
+from leank.eval.benchmarks.base import Benchmark, Cell, Row, benchmark, check_lengths, metric
 from leank.typed import OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:

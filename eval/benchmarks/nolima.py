@@ -18,10 +18,8 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from leank.data_gen.reading import NotBlank, digest, read_text
-from leank.eval.benchmarks.base import Benchmark, Cell, benchmark, check_lengths
+from leank.eval.benchmarks.base import Benchmark, Cell, Row, benchmark, check_lengths, metric
 from leank.eval.benchmarks.from_files import Hub, checked, read
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import metric
 from leank.typed import OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:

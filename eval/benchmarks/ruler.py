@@ -15,13 +15,10 @@ from annotated_types import MinLen
 from leank.data_gen import haystack
 from leank.data_gen.amount import amount
 from leank.data_gen.haystack import SPLITS
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Sample
+from leank.data_gen.task import Request, Sample
 from leank.data_gen.tasks import CHAINS, qa, task
 from leank.data_gen.tokens import counter_of
-from leank.eval.benchmarks.base import Benchmark, Cell, benchmark, check_lengths, known_tasks
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import metric
+from leank.eval.benchmarks.base import Benchmark, Cell, Row, benchmark, check_lengths, known_tasks, metric
 from leank.typed import OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from annotated_types import Gt, Lt, MinLen
 from leank.data_gen.amount import amount
 from leank.data_gen.haystack import SPLITS, known_by, paragraphs
 from leank.data_gen.reading import read_text
-from leank.eval.benchmarks.base import Benchmark, Cell, benchmark, check_lengths
-from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.base import Benchmark, Cell, Row, benchmark, check_lengths
 from leank.typed import OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:

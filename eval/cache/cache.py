@@ -25,10 +25,9 @@ from leank.eval.cache.attention.backend import BackendChoice, choose_backend
 from leank.eval.cache.generate import generate
 from leank.eval.cache.graph import KeptSteps
 from leank.eval.cache.hook import ATTENTION
-from leank.eval.cache.layer import CompressedLayer
+from leank.eval.cache.layer import CompressedLayer, StateLayer
 from leank.eval.cache.memory import Memory, measure
 from leank.eval.cache.saved import Saved, save
-from leank.eval.cache.state_layer import StateLayer
 from leank.eval.cache.storage import banded
 from leank.eval.cache.storage.channels import MaskLike, layer_masks
 from leank.eval.cache.storage.middle import Middle

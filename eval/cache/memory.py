@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leank.eval.cache.layer import CompressedLayer
-from leank.eval.cache.state_layer import StateLayer
+from leank.eval.cache.layer import CompressedLayer, StateLayer
 from leank.eval.cache.storage.channels import MaskLike, layer_masks
 from leank.eval.cache.storage.codecs import PageCodec
 from leank.eval.cache.storage.segment import PAGE, round_up

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
-from leank.data_gen.request import LONGEST
+from leank.data_gen.task import LONGEST
 from leank.eval.cache.layer import CompressedLayer
 from leank.eval.cache.storage.banded import Banded, codecs
 from leank.eval.cache.storage.channels import KeptChannels

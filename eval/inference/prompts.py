@@ -10,7 +10,7 @@ from itertools import pairwise
 from transformers import PreTrainedTokenizerBase
 
 from leank.data_gen.chat import rendered
-from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.base import Row
 
 MARK = "the reply stands here"
 SPECIALS = ("text", "as_is")

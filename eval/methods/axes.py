@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from leank.channel_scores import pruned
-from leank.data_gen.sample import Sample
+from leank.data_gen.task import Sample
 from leank.eval.cache.storage import codecs, middle
 from leank.eval.cache.storage.eviction import Eviction
 from leank.eval.cache.storage.sizes import Sizes

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from leank.eval.benchmarks.scoring import metrics_by_op
+from leank.eval.benchmarks.base import metrics_by_op
 from leank.eval.report.groups import MARKED, SAMPLE, SECONDS, frame, group, labels, variant
 from leank.eval.rows.result_row import ResultRow
 from leank.stats import DRAWS, LEVEL, intervals, mean

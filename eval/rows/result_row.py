@@ -106,7 +106,7 @@ class ResultRow(TypedDict):
     score: Annotated[FiniteFloat, Ge(0), Le(1)]  # 0 to 1
     prediction: str  # the reply as text
     answers: list[object]  # what the scorer compared with
-    metric: str  # name of the scorer, see `eval.benchmarks.scoring`
+    metric: str  # name of the scorer, see `eval.benchmarks.base`
     meta: Meta  # what tables group by, such as op and depth_percent
     prompt_tokens: Count  # prompt_tokens, new_tokens: tokens of the prompt and of the reply
     new_tokens: Count

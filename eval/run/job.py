@@ -20,9 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from leank.data_gen.amount import amount
 from leank.errors import out_of_memory
-from leank.eval.benchmarks.base import Benchmark, Cell
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import score_row
+from leank.eval.benchmarks.base import Benchmark, Cell, Row, score_row
 from leank.eval.inference.models import ModelConfig
 from leank.eval.inference.prompts import Prompt, encode_turns, overhead
 from leank.eval.methods import Method

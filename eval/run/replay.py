@@ -20,9 +20,8 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from leank.backbone import eos_ids
-from leank.data_gen.sample import Sample
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import cut_at_stop
+from leank.data_gen.task import Sample
+from leank.eval.benchmarks.base import Row, cut_at_stop
 from leank.eval.cache import CompressedCache
 from leank.eval.inference.decode import Stopped, greedy
 from leank.eval.inference.models import windows_of

@@ -8,7 +8,7 @@ import pytest
 
 from leank.data_gen import haystack, reading
 from leank.data_gen.amount import amount
-from leank.data_gen.request import Request
+from leank.data_gen.task import Request
 from leank.data_gen.tasks import TASKS, task
 from leank.data_gen.tasks.chain import Chain
 from leank.data_gen.tasks.niah import Niah

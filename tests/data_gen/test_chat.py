@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from leank.data_gen.chat import prompt, rendered, template, template_tokens
-from leank.data_gen.request import Request
+from leank.data_gen.task import Request
 from leank.data_gen.tasks import TASKS
 from leank.data_gen.tokens import TokenCounter
 from tests.helpers.text_tokenizers import tokenizer

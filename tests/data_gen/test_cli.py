@@ -10,8 +10,7 @@ import pytest
 from datasets import load_from_disk
 
 from leank.data_gen.__main__ import main, write
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Sample
+from leank.data_gen.task import Request, Sample
 from leank.data_gen.tasks import TASKS
 from leank.data_gen.tokens import TokenCounter
 from tests.helpers.text_tokenizers import tokenizer

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Document
+from leank.data_gen.task import Document, Request
 from leank.data_gen.tasks import TASKS
 from leank.data_gen.tasks.chain import Chain
 from leank.data_gen.tasks.niah import Niah

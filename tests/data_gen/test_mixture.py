@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from leank.data_gen.request import Request
+from leank.data_gen.task import Request
 from leank.data_gen.tasks import TASKS, Mixture
 from leank.data_gen.tokens import TokenCounter
 from tests.helpers.text_tokenizers import tokenizer

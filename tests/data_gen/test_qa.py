@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from leank.data_gen.request import Request
+from leank.data_gen.task import Request
 from leank.data_gen.tasks import RULER
 from leank.data_gen.tasks.qa import read
 from leank.data_gen.tokens import TokenCounter

@@ -18,7 +18,7 @@ from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig, PreTra
 from leank import backbone
 from leank.backbone import Backbone, eos_ids, not_finite
 from leank.data_gen.tasks import Mixture
-from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.base import Row
 from leank.eval.inference.prompts import encode
 from leank.shape import kv_shape
 from leank.typed import BadConfig

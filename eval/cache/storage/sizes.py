@@ -12,7 +12,7 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
-from leank.data_gen.request import LONGEST
+from leank.data_gen.task import LONGEST
 from leank.eval.cache.storage.segment import PAGE, round_up
 from leank.eval.cache.storage.upload import upload
 from leank.typed import Checked

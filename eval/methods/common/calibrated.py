@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from leank.channel_scores import MeanScores, best
-from leank.data_gen.sample import Sample
+from leank.data_gen.task import Sample
 from leank.data_gen.tasks import task
 from leank.eval.benchmarks.ruler import draw
 from leank.eval.inference.prefill import Prefill

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from leank.channel_scores import lowest_frequencies
 from leank.data_gen.amount import amount
-from leank.data_gen.sample import Sample
+from leank.data_gen.task import Sample
 from leank.data_gen.tasks import task
 from leank.eval.benchmarks.ruler import draw
 from leank.eval.cache.storage.sizes import Sizes

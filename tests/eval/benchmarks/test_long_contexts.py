@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from leank.eval.benchmarks.babilong import BabiLong
+from leank.eval.benchmarks.base import Row, score_row
 from leank.eval.benchmarks.from_files import checked
 from leank.eval.benchmarks.helmet import Helmet
 from leank.eval.benchmarks.longbench_v2 import LongBenchV2
 from leank.eval.benchmarks.nolima import RULES, NoLiMa
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import score_row
 from leank.eval.inference.models import ModelConfig, load_config
 from tests.helpers import parity
 from tests.helpers.benchmark_lines import BABI, CONFIG, NEEDLE, V2, helmet_files

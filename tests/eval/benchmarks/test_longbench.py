@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from leank.eval.benchmarks import longbench, scoring
+from leank.eval.benchmarks import base, longbench
 from leank.eval.benchmarks.from_files import checked, cut_in_the_middle
 from leank.eval.benchmarks.longbench import LongBench
 
@@ -98,7 +98,7 @@ def test_reading_from_the_hub(tmp_path, monkeypatch):
     (line,) = checked(LongBench().lines("qasper_e"), LongBench.schema)
     row = build("qasper_e", line.data)
     assert row.task == "qasper_e"
-    assert scoring.score_row(row, "Ada") == 1.0
+    assert base.score_row(row, "Ada") == 1.0
 
 
 def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
@@ -123,4 +123,4 @@ def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
 def test_the_first_line_of_a_samsum_reply_is_judged(reply):
     """The official scorer skips leading newlines."""
     row = build("samsum", {**DATA, "answers": ["Ada bakes."]})
-    assert scoring.score_row(row, reply) == 0.999999995
+    assert base.score_row(row, reply) == 0.999999995

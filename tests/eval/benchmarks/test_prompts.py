@@ -4,8 +4,8 @@ import hashlib
 
 import pytest
 
-from leank.eval.benchmarks import gsm_infinite, mmlu, niah, scoring
-from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks import base, gsm_infinite, mmlu, niah
+from leank.eval.benchmarks.base import Row
 from tests.helpers import parity
 
 
@@ -14,7 +14,7 @@ def test_mmlu_prompts_are_those_of_the_official_code(row):
     examples = {row["subject"]: row["dev_rows"]}
     built = mmlu.Mmlu(reasoning=False, _dev=examples).build(row["subject"], {"answer": "A", **row["row"]})
     assert built.prompt == row["prompt"]
-    assert scoring.score_row(built, f" {built.answers[0]}") == 1.0
+    assert base.score_row(built, f" {built.answers[0]}") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def test_gsm_infinite_rows():
     ]  # fmt: skip
     assert row.messages()[2]["content"] == "Problem: P. Question: Q? Solution: "
     assert (row.question, row.answers, row.meta["op"]) == ("Question: Q? Solution: ", [31], 2)
-    assert scoring.score_row(row, "Answer: 31.") == 1.0
+    assert base.score_row(row, "Answer: 31.") == 1.0
     merged = gsm_infinite.realistic_row({**data, "answer": 31}, merge_turns=True)
     assert [m["role"] for m in merged.messages()] == ["system", "user"]
     assert merged.prompt.endswith("calculated. Problem: P. Question: Q? Solution: ")
     symbolic = gsm_infinite.symbolic_row({"problem": "assign V1 = 2.", "question": "Which?", "answer_list": ["V1"]})
     assert symbolic.prompt == "<context>\nassign V1 = 2.\n</context>\n\nWhich?"
-    assert scoring.score_row(symbolic, "V1") == 1.0
+    assert base.score_row(symbolic, "V1") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,11 @@ def test_gsm_infinite_rows():
     ],
 )
 def test_scoring_by_metric_name(metric, task, answers, reply, want):
-    assert scoring.score_row(Row(task, "0", "c", "q", answers, 8, metric), reply) == want
+    assert base.score_row(Row(task, "0", "c", "q", answers, 8, metric), reply) == want
 
 
 def test_unknown_metric_and_stop():
     with pytest.raises(ValueError, match="metric='bleu' of task 't' has no scorer"):
-        scoring.score_row(Row("t", "0", "c", "q", ["x"], 8, "bleu"), "x")
-    assert scoring.cut_at_stop("one\ntwo END", ("END", "\n", "")) == "one"
-    assert scoring.cut_at_stop("one", ("\n",)) == "one"
+        base.score_row(Row("t", "0", "c", "q", ["x"], 8, "bleu"), "x")
+    assert base.cut_at_stop("one\ntwo END", ("END", "\n", "")) == "one"
+    assert base.cut_at_stop("one", ("\n",)) == "one"

@@ -3,9 +3,8 @@
 import pytest
 
 from leank.backbone import load_config
-from leank.eval.benchmarks.base import Cell
+from leank.eval.benchmarks.base import Cell, score_row
 from leank.eval.benchmarks.ruler import Ruler
-from leank.eval.benchmarks.scoring import score_row
 from tests.helpers.text_tokenizers import tokenizer
 
 

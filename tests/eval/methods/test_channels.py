@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from leank.channel_scores import lowest_frequencies
-from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.base import Row
 from leank.eval.cache.attention.softmax import Softmax
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import pad_left, prefill

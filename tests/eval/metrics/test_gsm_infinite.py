@@ -3,8 +3,7 @@
 import pytest
 
 from leank.eval.benchmarks import gsm_infinite as gsm
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import score_row
+from leank.eval.benchmarks.base import Row, score_row
 
 RIGHT = [
     "Answer: 31.",

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from leank.eval.benchmarks import gsm_infinite, mmlu, niah
+from leank.eval.benchmarks.base import Row, score_row
 from leank.eval.benchmarks.infinitebench import assets
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import score_row
 
 LENGTH = 200_000
 # slow by the benchmarks' own packages; their replies have few tokens, and so few words

@@ -1,7 +1,6 @@
 import pytest
 
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import score_row
+from leank.eval.benchmarks.base import Row, score_row
 from tests.helpers import parity
 
 

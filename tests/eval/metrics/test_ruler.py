@@ -1,8 +1,7 @@
 import pytest
 
-from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.base import Row, score_row
 from leank.eval.benchmarks.ruler import postprocess
-from leank.eval.benchmarks.scoring import score_row
 from tests.helpers import parity
 
 METRICS = {"string_match_all": "ruler_all", "string_match_part": "ruler_part"}

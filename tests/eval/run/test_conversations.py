@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.base import Row
 from leank.eval.inference.prefill import extend
 from leank.eval.inference.prompts import Prompt, encode_turns
 from leank.eval.methods import Method

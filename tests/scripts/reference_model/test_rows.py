@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from leank.data_gen.request import Request
+from leank.data_gen.task import Request
 from leank.data_gen.tasks import TASKS
 from leank.data_gen.tokens import TokenCounter
 from scripts.reference_model.batches import RECIPES, Batches, RowMaker, TrainingRow, collate, in_order
