@@ -6,13 +6,10 @@ Data: RMT-team/babilong from the hub, or a folder of files such as qa1/4k.json o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import MinLen
 from pydantic import TypeAdapter
@@ -20,25 +17,17 @@ from typing_extensions import TypedDict
 
 from leank.data_gen.reading import NotBlank
 from leank.eval.benchmarks.base import Row, benchmark, known_tasks, metric
-from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, from_hub, read
+from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, asset, from_hub, read
 
 REPO = "RMT-team/babilong"
 TASKS = ("qa1", "qa2", "qa3", "qa4", "qa5")
+PROMPTS: dict[str, dict[str, str]] = asset("babilong")  # of each task instruction, examples and post_prompt
 LENGTHS = ("0k", "1k", "2k", "4k", "8k", "16k", "32k", "64k", "128k", "256k", "512k", "1M", "10M")
 PLACES = frozenset({"bathroom", "bedroom", "garden", "hallway", "kitchen", "office"})
 LABELS = {
     **dict.fromkeys(TASKS, PLACES),
     "qa5": frozenset({"bill", "fred", "jeff", "mary", "apple", "football", "milk"}),
 }
-
-
-@cache
-def prompts() -> dict[str, dict[str, str]]:
-    """Official instruction, examples and post_prompt of each task."""
-    found: dict[str, Any] = json.loads(
-        files("leank.eval.benchmarks").joinpath("assets", "babilong.json").read_text(encoding="utf-8")
-    )
-    return found
 
 
 class BabiLongLine(TypedDict):
@@ -82,7 +71,7 @@ class BabiLong(FromFiles):
         name = task.split("_")[0]
         if data["target"].lower() not in LABELS[name]:
             raise ValueError(f"target={data['target']!r} is none of {', '.join(sorted(LABELS[name]))}")
-        parts = prompts()[name]
+        parts = PROMPTS[name]
         start = f"{parts['instruction']}\n\n{parts['examples']}\n\n{parts['post_prompt']}"
         return Row(
             task=task,

@@ -16,6 +16,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -153,6 +154,11 @@ def checked(lines: Iterable[Line], schema: TypeAdapter[Any], same: Sequence[str]
         yield replace(line, data=data)
 
 
+def asset(name: str) -> Any:
+    """What assets/NAME.json holds: a benchmark's official prompts, and what belongs to them."""
+    return json.loads(files("leank.eval.benchmarks").joinpath("assets", f"{name}.json").read_text(encoding="utf-8"))
+
+
 @dataclass
 class FromFiles(Benchmark):
     """A benchmark of files; its subclasses say where lines are, what they must hold, and how they become rows."""
@@ -169,6 +175,7 @@ class FromFiles(Benchmark):
     schema: ClassVar[TypeAdapter[Any]]  # of a line
     same: ClassVar[tuple[str, ...]] = ()  # fields that name a sample, see `checked`
     cut: ClassVar[bool] = False  # whether prompts are cut to `max_length` tokens, or what the model's positions leave
+    counted: ClassVar[tuple[str, ...]] = ()  # settings that answers depend on
     one_file: ClassVar[bool] = False  # whether the lines of several tasks may stand in one .jsonl
 
     def wanted(self) -> Sequence[str]:
@@ -235,8 +242,8 @@ class FromFiles(Benchmark):
         return {"file": hashlib.sha256(Path(self.path).read_bytes()).hexdigest()[:10]}
 
     def identity(self) -> dict[str, object]:
-        """Return the digest of a single file; `data` tells the files of a folder or the hub apart, task by task."""
-        return dict(self._file)
+        """What is `counted`, and the digest of a single file; `data` tells those of a folder or the hub apart."""
+        return {name: getattr(self, name) for name in self.counted} | self._file
 
     def data(self, task: str) -> str | None:
         return None if self._file else self._digests[task]

@@ -154,6 +154,7 @@ class GsmInfinite(FromFiles):
         ]
     )
     same = ("id", "problem", "question")
+    counted = ("merge_turns", "max_new_tokens")
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_new_tokens: int | None) -> None:
         if self.path is None:
@@ -197,9 +198,6 @@ class GsmInfinite(FromFiles):
 
     def data(self, task: str) -> None:
         """A file counts in `identity`, the generator has none."""
-
-    def identity(self) -> dict[str, object]:
-        return {**super().identity(), "merge_turns": self.merge_turns, "max_new_tokens": self.max_new_tokens}
 
     def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
         data = self._lines[cell.task][sample]

@@ -105,6 +105,7 @@ class Helmet(FromFiles):
     _examples: dict[str, list[Any]] = field(default_factory=dict, repr=False)
 
     schema = TypeAdapter(dict[str, Any])  # `lines` checks each task's own
+    counted = ("style",)
 
     def wanted(self) -> Sequence[str]:
         known_tasks(self.tasks, TASKS, "is no task of HELMET that is here")
@@ -193,9 +194,6 @@ class Helmet(FromFiles):
         names = list(range(kinds))
         random.Random(seed).shuffle(names)
         return names, [example for one in chosen for example in one][:shots]
-
-    def identity(self) -> dict[str, object]:
-        return {"style": self.style, **super().identity()}
 
 
 def seed_of(text: str, limit: int | None = 2**31) -> int:

@@ -10,13 +10,10 @@ Where the official scorer raises on a reply, the reply is wrong (0), which docs/
 
 from __future__ import annotations
 
-import json
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from typing import Annotated, Any, NotRequired
 
 from pydantic import TypeAdapter
@@ -24,7 +21,7 @@ from typing_extensions import TypedDict
 
 from leank.data_gen.reading import NotBlank
 from leank.eval.benchmarks.base import Row, benchmark, known_tasks, metric
-from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, read
+from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, asset, read
 from leank.eval.benchmarks.mmlu import LETTERS
 from leank.eval.metrics.text import normalize_chinese, qa_f1, rouge_lsum, token_f1
 from leank.typed import OneOf, Positive
@@ -34,17 +31,11 @@ TASKS = (
     *("longbook_sum_eng", "longbook_qa_eng", "longbook_choice_eng", "longdialogue_qa_eng", "longbook_qa_chn"),
     *("code_debug", "math_find", "passkey", "number_string", "kv_retrieval"),
 )
+# by task the prompts of "completion" and of "chat", and the reply lengths in "max_new_tokens"
+OFFICIAL: dict[str, dict[str, Any]] = asset("infinitebench")
 STYLES = ("completion", "chat")
 CHOICES = ("longbook_choice_eng", "code_debug")
 _SENTENCE_MARKS = "\n:\"'.,?!{}"
-
-
-@cache
-def assets() -> dict[str, dict[str, Any]]:
-    """Return by task the prompts of "completion" and of "chat", and the reply lengths in "max_new_tokens"."""
-    return json.loads(
-        files("leank.eval.benchmarks").joinpath("assets", "infinitebench.json").read_text(encoding="utf-8")
-    )
 
 
 class InfiniteBenchLine(TypedDict):
@@ -71,15 +62,16 @@ class InfiniteBench(FromFiles):
     schema = TypeAdapter(InfiniteBenchLine)
     same = ("id",)
     cut = True
+    counted = ("max_length", "style")
 
     def wanted(self) -> Sequence[str]:
-        return known_tasks(self.tasks or TASKS, assets()["max_new_tokens"], "is not in InfiniteBench")
+        return known_tasks(self.tasks or TASKS, OFFICIAL["max_new_tokens"], "is not in InfiniteBench")
 
     def lines(self, task: str) -> Iterator[Line]:
         return read(f"InfiniteBench {task}", task, self.path, Hub(REPO, f"{task}.jsonl"))
 
     def build(self, task: str, data: InfiniteBenchLine) -> Row:
-        start, end = assets()[self.style][task].split("{context}")
+        start, end = OFFICIAL[self.style][task].split("{context}")
         answers, fields = label(task, data), _fields(task, data)
         return Row(
             task=task,
@@ -87,7 +79,7 @@ class InfiniteBench(FromFiles):
             context=start.format(**fields) + data["context"],
             question=end.format(**fields),
             answers=answers,
-            max_new_tokens=assets()["max_new_tokens"][task],
+            max_new_tokens=OFFICIAL["max_new_tokens"][task],
             metric="infinitebench",
             chat=self.style == "chat",
         )
@@ -97,9 +89,6 @@ class InfiniteBench(FromFiles):
         if row.task in ("longdialogue_qa_eng", "math_calc"):
             return ()
         return [f"{row.answers[1]}."] if row.task in CHOICES else super().right(row)
-
-    def identity(self) -> dict[str, object]:
-        return {"max_length": self.max_length, "style": self.style, **super().identity()}
 
 
 def label(task: str, data: InfiniteBenchLine) -> list[Any]:
@@ -127,7 +116,7 @@ def _values(answers: Sequence[object]) -> Sequence[int]:
 def _fields(task: str, data: InfiniteBenchLine) -> dict[str, object]:
     """What a prompt's braces stand for, beside the context. Raises ValueError for an input that does not say it."""
     asked = data["input"]
-    needed = any(name in assets()["completion"][task] for name in ("{input}", "{question}", "{func}"))
+    needed = any(name in OFFICIAL["completion"][task] for name in ("{input}", "{question}", "{func}"))
     if needed and not asked.strip():
         raise ValueError('"input" is blank, and it is the question')
     fields: dict[str, object] = {"input": asked, "question": asked}

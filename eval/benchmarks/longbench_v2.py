@@ -65,6 +65,7 @@ class LongBenchV2(FromFiles):
     schema = TypeAdapter(LongBenchV2Line)
     same = ("_id",)
     cut = True
+    counted = ("max_length",)
     one_file = True
 
     def wanted(self) -> Sequence[str]:
@@ -91,9 +92,6 @@ class LongBenchV2(FromFiles):
 
     def right(self, row: Row) -> Sequence[str]:
         return [f"The correct answer is ({row.answers[0]})"]
-
-    def identity(self) -> dict[str, object]:
-        return {"max_length": self.max_length, **super().identity()}
 
 
 @metric("longbench_v2")

@@ -45,6 +45,7 @@ class Math500(FromFiles):
 
     schema = TypeAdapter(Math500Line)
     same = ("unique_id",)
+    counted = ("max_new_tokens",)
 
     def lines(self, task: str) -> Iterator[Line]:
         return read("MATH-500", "test", self.path, Hub("HuggingFaceH4/MATH-500", "test.jsonl"))
@@ -63,9 +64,6 @@ class Math500(FromFiles):
 
     def right(self, row: Row) -> Sequence[str]:
         return [f"\\boxed{{{row.answers[0]}}}"]
-
-    def identity(self) -> dict[str, object]:
-        return {"max_new_tokens": self.max_new_tokens, **super().identity()}
 
 
 @metric("math500")

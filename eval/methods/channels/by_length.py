@@ -1,7 +1,4 @@
-"""Two choices of channels, selected by a prompt's length, such as Qwen2.5's two masks.
-
-"LeanK: Learnable K Cache Channel Pruning for Efficient Decoding", arXiv 2508.02215, section 4.1.
-"""
+"""Two choices of channels by a prompt's length, such as Qwen2.5's two masks (LeanK, arXiv 2508.02215, section 4.1)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

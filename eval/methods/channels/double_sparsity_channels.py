@@ -1,8 +1,4 @@
-"""Double Sparsity's outlier channels as a static channel mask.
-
-"Post-Training Sparse Attention with Double Sparsity", arXiv 2408.07092, section 3; as a mask of channels in LeanK
-(arXiv 2508.02215), appendix B and table 10.
-"""
+"""Double Sparsity (arXiv 2408.07092, section 3) as a mask of channels (LeanK, arXiv 2508.02215, table 10)."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,7 @@
 """IAP: channels are pruned one by one, with regard to how they interact.
 
 "Rethinking KV Cache Pruning with Channel Interdependence for Efficient Long-Context Inference", anonymous ACL
-submission without an arXiv number or public code. This follows its Algorithm 1 and section 3.3, for all heads, layers
-and rows at once.
+submission without an arXiv number or public code: Algorithm 1 and section 3.3, for all heads, layers and rows at once.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""LeanK: the learned static mask.
-
-"LeanK: Learnable K Cache Channel Pruning for Efficient Decoding", arXiv 2508.02215, section 3.3.
-"""
+"""LeanK (arXiv 2508.02215, section 3.3): the learned static mask."""
 
 import hashlib
 from dataclasses import dataclass, field

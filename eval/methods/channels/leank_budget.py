@@ -1,7 +1,4 @@
-"""LeanK's budget per head with channels that ThinK's rule selects anew for each sample.
-
-"LeanK: Learnable K Cache Channel Pruning for Efficient Decoding", arXiv 2508.02215, tables 9 and 23.
-"""
+"""LeanK's budget per head with channels that ThinK's rule selects for each sample (arXiv 2508.02215, tables 9, 23)."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,7 +1,4 @@
-"""The RoPE pairs of the lowest frequencies stay; this needs neither training nor data.
-
-No paper proposes this baseline. LeanK (arXiv 2508.02215, section 5.2) reports that learned masks favour these pairs.
-"""
+"""The RoPE pairs that learned masks favour (LeanK, arXiv 2508.02215, section 5.2); no paper proposes this baseline."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,4 @@
-"""Key magnitude: for each sample, the channels of the largest norm stay, whatever the queries.
-
-"ThinK: Thinner Key Cache by Query-Driven Pruning", arXiv 2407.21018, Eq. 1 and table 1.
-"""
+"""Key magnitude (ThinK, arXiv 2407.21018, Eq. 1 and table 1): channels of the largest norm, whatever the queries."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,7 +1,4 @@
-"""The RoPE pairs of the largest energy stay: the form of PCA whose basis RoPE leaves as it is.
-
-No paper proposes this baseline. It stands beside eval.methods.bits.pca.
-"""
+"""The form of PCA (eval.methods.bits.pca) whose basis RoPE leaves as it is; no paper proposes this baseline."""
 
 from dataclasses import dataclass
 

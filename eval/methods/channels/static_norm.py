@@ -1,7 +1,4 @@
-"""LeanK's preliminary static mask: mean channel norms over calibration samples, one mask for all inputs.
-
-"LeanK: Learnable K Cache Channel Pruning for Efficient Decoding", arXiv 2508.02215, section 2.2 and appendix A.
-"""
+"""LeanK's preliminary static mask, one for all inputs (arXiv 2508.02215, section 2.2 and appendix A)."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,4 @@
-"""ThinK: for each sample, every head keeps the channels with the largest ||q|| ||k||.
-
-"ThinK: Thinner Key Cache by Query-Driven Pruning", arXiv 2407.21018, section 3.2; ThinKV is its appendix D.
-"""
+"""ThinK (arXiv 2407.21018, section 3.2; ThinKV is its appendix D): channels by queries and keys, for each sample."""
 
 from dataclasses import dataclass
 from typing import Annotated

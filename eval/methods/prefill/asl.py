@@ -1,7 +1,4 @@
-"""ASL: tokens are dropped above the layer at which their ranks by attention have settled.
-
-"Adaptive Layer Selection for Layer-Wise Token Pruning in LLM Inference", arXiv 2601.07667, section 4, Algorithms 1, 2.
-"""
+"""ASL (arXiv 2601.07667, section 4, Algorithms 1, 2): tokens leave above the layer at which their ranks settled."""
 
 import hashlib
 import json

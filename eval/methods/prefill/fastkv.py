@@ -1,8 +1,4 @@
-"""FastKV: above one fixed layer, only the tokens that the last queries attended to go on.
-
-"FastKV: KV Cache Compression for Fast Long-Context Processing with Token-Selective Propagation", arXiv 2502.01068,
-section 4.1.
-"""
+"""FastKV (arXiv 2502.01068, section 4.1): above one layer, only the tokens go on that the last queries attended to."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,8 +1,4 @@
-"""GemFilter: an early layer picks the tokens; all layers then read those alone.
-
-"Discovering the Gems in Early Layers: Accelerating Long-Context LLMs with 1000x Input Token Reduction", arXiv
-2409.17422, Algorithm 1.
-"""
+"""GemFilter (arXiv 2409.17422, Algorithm 1): an early layer picks the tokens; all layers then read those alone."""
 
 from dataclasses import dataclass
 

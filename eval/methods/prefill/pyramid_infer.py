@@ -1,7 +1,4 @@
-"""PyramidInfer: layer by layer, fewer of the tokens that recent tokens attend to go on.
-
-"PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference", arXiv 2405.12532, section 3.
-"""
+"""PyramidInfer (arXiv 2405.12532, section 3): layer by layer, fewer of the tokens that recent ones attend to go on."""
 
 import math
 from dataclasses import dataclass

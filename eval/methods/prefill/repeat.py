@@ -1,7 +1,4 @@
-"""KVzip's pass: after a dense pass over the prompt the model is asked to repeat it, which scores the prompt's tokens.
-
-"KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", arXiv 2505.23416, section 3.
-"""
+"""KVzip's pass (arXiv 2505.23416, section 3): the model is asked to repeat the prompt, which scores its tokens."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

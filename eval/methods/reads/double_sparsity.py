@@ -1,7 +1,4 @@
-"""Double Sparsity: a query reads the tokens that score highest on a few channels.
-
-"Post-Training Sparse Attention with Double Sparsity", arXiv 2408.07092, section 3.
-"""
+"""Double Sparsity (arXiv 2408.07092, section 3): a query reads the tokens that score highest on a few channels."""
 
 from __future__ import annotations
 

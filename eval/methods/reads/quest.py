@@ -1,7 +1,4 @@
-"""Quest: a query reads whole pages of the middle, those whose keys could score highest.
-
-"Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", arXiv 2406.10774, Algorithm 1.
-"""
+"""Quest (arXiv 2406.10774, Algorithm 1): a query reads whole pages, those whose keys could score highest."""
 
 from __future__ import annotations
 

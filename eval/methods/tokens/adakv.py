@@ -1,8 +1,4 @@
-"""AdaKV: the heads of a layer share one budget, by the scores of another choice of tokens.
-
-"Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference", arXiv 2407.11550,
-section 4.
-"""
+"""Ada-KV (arXiv 2407.11550, section 4): a layer's heads share one budget, by the scores of another choice of tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,6 +1,5 @@
-"""DuoAttention: streaming heads keep sink and window alone, retrieval heads keep everything.
+"""DuoAttention (arXiv 2410.10819, section 2): streaming heads keep sink and window, retrieval heads keep everything.
 
-"DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads", arXiv 2410.10819, section 2;
 w_hf is of LeanK (arXiv 2508.02215), section 5.2 and appendix D.
 """
 

@@ -1,8 +1,4 @@
-"""Expected Attention: the tokens that future queries can be expected to attend to stay.
-
-"Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution", arXiv 2510.00636,
-section 3.
-"""
+"""Expected Attention (arXiv 2510.00636, section 3): the tokens that future queries can be expected to attend to."""
 
 from dataclasses import dataclass
 from typing import Annotated

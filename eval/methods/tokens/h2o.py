@@ -1,7 +1,4 @@
-"""H2O: the tokens that have received the most attention from all queries stay.
-
-"H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models", arXiv 2306.14048, section 4.
-"""
+"""H2O (arXiv 2306.14048, section 4): the tokens that have received the most attention from all queries stay."""
 
 from dataclasses import dataclass
 

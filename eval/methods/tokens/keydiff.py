@@ -1,8 +1,4 @@
-"""KeyDiff: the tokens whose keys are least like the others stay; no query is looked at.
-
-"KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in Resource-Constrained Environments",
-arXiv 2504.15364, section 3.
-"""
+"""KeyDiff (arXiv 2504.15364, section 3): the tokens whose keys are least like the others; no query is looked at."""
 
 from dataclasses import dataclass
 

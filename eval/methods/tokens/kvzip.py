@@ -1,7 +1,4 @@
-"""KVzip: the tokens stay that the model attends to while it repeats the prompt.
-
-"KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", arXiv 2505.23416, section 3.
-"""
+"""KVzip (arXiv 2505.23416, section 3): the tokens stay that the model attends to while it repeats the prompt."""
 
 from dataclasses import dataclass
 

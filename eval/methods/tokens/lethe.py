@@ -1,8 +1,4 @@
-"""Lethe: layers drop tokens in rounds while decoding.
-
-Zeng et al., "Lethe: Layer- and Time-Adaptive KV Cache Pruning for Reasoning-Intensive LLM Serving". There is no public
-code; this follows its Eq. 1 to 5 and Algorithm 1.
-"""
+"""Lethe (arXiv 2511.06029, Eq. 1 to 5, Algorithm 1; no public code): layers drop tokens in rounds while decoding."""
 
 from __future__ import annotations
 

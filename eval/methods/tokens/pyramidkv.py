@@ -1,7 +1,4 @@
-"""PyramidKV: SnapKV's choice with more tokens in the lower layers than in the upper ones.
-
-"PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling", arXiv 2406.02069, section 3.2.
-"""
+"""PyramidKV (arXiv 2406.02069, section 3.2): SnapKV's choice with more tokens in lower layers than in upper ones."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,7 +1,4 @@
-"""R-KV: tokens stay that the latest queries attend to and that are not repeated by others; made for long replies.
-
-"R-KV: Redundancy-aware KV Cache Compression for Reasoning Models", arXiv 2505.24133, section 3.
-"""
+"""R-KV (arXiv 2505.24133, section 3): tokens stay that are attended to and not repeated; made for long replies."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""SnapKV: in every head the tokens that the prompt's last queries attend to stay.
-
-"SnapKV: LLM Knows What You are Looking for Before Generation", arXiv 2404.14469, section 4.
-"""
+"""SnapKV (arXiv 2404.14469, section 4): in every head the tokens that the prompt's last queries attend to stay."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated

@@ -1,7 +1,4 @@
-"""StreamingLLM: the first and the last tokens stay, in every head.
-
-"Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453, section 3.2.
-"""
+"""StreamingLLM (arXiv 2309.17453, section 3.2): the first and the last tokens stay, in every head."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,4 @@
-"""TOVA: the tokens that the last query attends to stay, the same in all heads of a layer.
-
-"Transformers are Multi-State RNNs", arXiv 2401.06104, section 3.2.
-"""
+"""TOVA (arXiv 2401.06104, section 3.2): the tokens that the last query attends to, the same in all heads of a layer."""
 
 from __future__ import annotations
 

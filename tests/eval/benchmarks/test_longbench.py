@@ -36,12 +36,12 @@ class Words:
         return " ".join(self.words[i] for i in token_ids if i or not skip_special_tokens)
 
 
-@pytest.mark.parametrize("task", longbench.prompts())
+@pytest.mark.parametrize("task", longbench.PROMPTS)
 def test_row_is_the_official_prompt(task):
     row = build(task)
-    assert row.prompt == longbench.prompts()[task].format(**DATA)
+    assert row.prompt == longbench.PROMPTS[task].format(**DATA)
     assert row.context.endswith(DATA["context"])
-    assert row.max_new_tokens == longbench.max_new_tokens()[task]
+    assert row.max_new_tokens == longbench.MAX_NEW_TOKENS[task]
     assert (row.answers, row.id, row.metric) == (["Ada", "Ada L."], "x1", "longbench")
 
 
@@ -50,12 +50,12 @@ def test_facts_of_the_tasks():
     assert len(longbench.PRESETS["leank"]) == 14
     assert set(longbench.PRESETS["think"]) - set(longbench.PRESETS["leank"]) == {"narrativeqa", "musique"}
     assert len(longbench.PRESETS["longbench_e"]) == 13
-    assert "asconcisely" in longbench.prompts()["narrativeqa"]
+    assert "asconcisely" in longbench.PROMPTS["narrativeqa"]
     wanted = {"narrativeqa": 128, "triviaqa": 32, "samsum": 128, "trec": 64, "lcc": 64, "qmsum": 512}
-    assert {task: longbench.max_new_tokens()[task] for task in wanted} == wanted
-    no_chat = {task for task in longbench.prompts() if not build(task).chat}
+    assert {task: longbench.MAX_NEW_TOKENS[task] for task in wanted} == wanted
+    no_chat = {task for task in longbench.PROMPTS if not build(task).chat}
     assert no_chat == {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
-    stops = {task: build(task) for task in longbench.prompts()}
+    stops = {task: build(task) for task in longbench.PROMPTS}
     ends = {task: (row.ends, row.min_new_tokens) for task, row in stops.items() if row.ends or row.min_new_tokens}
     assert ends == {"samsum": (("\n",), 1)}
 

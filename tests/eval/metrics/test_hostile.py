@@ -13,7 +13,7 @@ import pytest
 
 from leank.eval.benchmarks import gsm_infinite, mmlu, niah
 from leank.eval.benchmarks.base import Row, score_row
-from leank.eval.benchmarks.infinitebench import assets
+from leank.eval.benchmarks.infinitebench import OFFICIAL
 
 LENGTH = 200_000
 # slow by the benchmarks' own packages; their replies have few tokens, and so few words
@@ -89,7 +89,7 @@ GRADERS: dict[str, Callable[[str], object]] = {
     **{f"longbench {task}": scorer("longbench", task, answer) for task, answer in LONGBENCH_ANSWERS.items()},
     **{
         f"infinitebench {task}": scorer("infinitebench", task, *INFINITEBENCH_LABELS.get(task, ["the cat"]))
-        for task in assets()["max_new_tokens"]
+        for task in OFFICIAL["max_new_tokens"]
     },
 }
 
