@@ -3,8 +3,6 @@
 import csv
 import gzip
 import json
-import subprocess
-import sys
 import zipfile
 
 import pytest
@@ -269,15 +267,3 @@ def test_one_file_is_no_file_of_several_tasks(tmp_path, tokenizer):
     write(tmp_path / "qasper.jsonl", [QASPER])
     with pytest.raises(ValueError, match=r"is the file of one task, and 2 are to be run; name its task"):
         LongBench(str(tmp_path / "qasper.jsonl"), tasks=["qasper", "hotpotqa"]).check(CONFIG, tokenizer, 0, None)
-
-
-def test_the_command_line_ends_with_one_line_and_status_1(tmp_path):
-    """No traceback, before any weights are loaded."""
-    (tmp_path / "qasper.jsonl").write_text(json.dumps({**QASPER, "answers": "mat"}) + "\n")
-    given = ["method=[dense]", "benchmark=longbench", "benchmark.tasks=[qasper]", f"benchmark.path={tmp_path}"]
-    command = [sys.executable, "-m", "leank.eval", *given, f"hydra.run.dir={tmp_path}/run"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    said = f"eval: {tmp_path}/qasper.jsonl, line 1: answers='mat': Input should be a valid list; {from_files.OWN}"
-    assert done.returncode == 1
-    assert [line for line in done.stderr.splitlines() if line.startswith("eval: ")] == [said]
-    assert "Traceback" not in done.stderr

@@ -254,13 +254,6 @@ def test_generated_gsm_infinite(data):
         assert score_row(row, f"Answer: {row.answers[0]}.") == 1
 
 
-def test_lengths_of_gsm_infinite_are_named_as_in_its_tables(data):
-    given = ("benchmark.subsets=[medium]", "benchmark.ops=[2]", "benchmark.samples=1")
-    made, tokenizer = job(data, "gsm_infinite", *given, "benchmark.lengths=[0,1000,2048,2500]")
-    names = [row.meta["length"] for row in rows_of(made, tokenizer).values()]
-    assert names == ["zero", "1k", "2k", "2500"]
-
-
 def test_gsm_infinite_from_a_file_without_ids(data):
     given = ("benchmark.path={data}/gsm.jsonl.gz", "benchmark.samples=1", "benchmark.ops=[2]")
     found = rows_of(*job(data, "gsm_infinite", *given))

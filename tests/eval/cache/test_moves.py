@@ -139,35 +139,3 @@ def test_on_the_device(counts, dim, form):
 def test_packing_on_the_device(counts, dim, packing, dtype):
     lengths, appends = [3000, 1700, 700], [31, 1, 64, 40, 500, 33]
     assert check_moves(counts, dim, lengths, Sizes(128, 256, 64), dtype, appends, 0, bits=packing)[0] > 2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("pruned", [False, True])
-def test_a_captured_step_on_the_device(pruned):
-    """A thousand replays of one step, past some thirty moves, give what plain PyTorch gives."""
-    generator = torch.Generator().manual_seed(0)
-    keep, values = (torch.rand(4, 128, generator=generator) < share for share in (0.6, 0.5))
-    if not pruned:
-        keep = torch.arange(128) < torch.tensor([0, 32, 64, 96])[:, None]
-    layers = pair(Middle(keep, values if pruned else None), Sizes(16, 128, 32))
-    k, v = torch.randn(2, 2, 4, 700, 128, generator=generator).to(DEVICE, DTYPE)
-    for layer in layers:
-        layer.seal(k, v)
-    decode(layers, 3, generator, 4, 4, 128)
-    static = torch.randn(2, 24, 1, 128, generator=generator).to(DEVICE, DTYPE)
-
-    def step(layer):
-        q, k, v = static.split([16, 4, 4], 1)
-        layer.update(k, v)
-        return layer.attend(q)
-
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        out = step(layers[0])
-    for number in range(1000):
-        static.copy_(torch.randn(2, 24, 1, 128, generator=generator))
-        graph.replay()
-        layers[0].advance(1)
-        near(out, step(layers[1]), number)
-    assert layers[0].store.tail.length[:, 1:].min() > 900
