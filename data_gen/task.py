@@ -246,7 +246,6 @@ class LaidOut(Task):
         """Return the document but for its filler, drawn from `rng`."""
 
     def fill(self, request: Request) -> Draft:
-        """See `Task.fill`."""
         made, counter = self.layout(request, request.rng()), request.counter
         fixed = counter.count(made.header, remember=False) + request.tail(made.questions)
         fixed += sum(counter.pieces(made.pieces, made.separator, remember=False))
@@ -254,7 +253,6 @@ class LaidOut(Task):
         return Draft(made.text(units), made.questions, fixed + tokens)
 
     def draw(self, request: Request, units: int) -> Draft:
-        """See `Task.draw`."""
         made = self.layout(request, request.rng())
         return Draft(made.text(made.filler.make(units)), made.questions)
 

@@ -23,7 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from leank.data_gen.amount import amount
 from leank.data_gen.chat import template as chat_template
 from leank.data_gen.chat import template_tokens
-from leank.errors import in_one_line, out_of_memory
+from leank.errors import in_one_line, naming, out_of_memory
 from leank.model_folder import check_folder
 from leank.shape import DecoderShape, check_decoder, kv_shape
 from leank.shipped import NAMED, resolve
@@ -99,10 +99,8 @@ def load_config(name: str, overrides: Mapping[str, object] | None = None) -> Pre
     Raises FileNotFoundError without one, ValueError for a folder with damaged files, BadConfig for a wrong override.
     """
     if name not in NAMED and os.path.isdir(name):
-        try:
+        with naming(f"model.name={name!r}"):
             check_folder(Path(name))
-        except ValueError as error:
-            raise ValueError(f"model.name={name!r}: {error}") from None
     folder = resolve(name)
     try:
         config = AutoConfig.from_pretrained(folder)
@@ -208,10 +206,8 @@ def load(
             f"model.name={name!r} has embeddings of {rows} tokens, and its tokenizer knows {known}: it is another "
             "model's; copy the right tokenizer files"
         )
-    try:
+    with naming(f"model.name={name!r} cannot be used"):
         check_decoder(model)
-    except ValueError as error:
-        raise ValueError(f"model.name={name!r} cannot be used: {error}") from None
     model.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to without its types
     _check_numbers(name, model)
     model.eval().requires_grad_(False)
@@ -223,7 +219,6 @@ def load(
 def _weights(
     name: str, config: PreTrainedConfig, dtype: torch.dtype, attention: str, overrides: Mapping[str, object]
 ) -> PreTrainedModel:
-    """Load the weights, all of which the files must hold; see `load`."""
     try:
         loaded: object = AutoModelForCausalLM.from_pretrained(
             resolve(name), config=config, dtype=dtype, attn_implementation=attention,
@@ -264,7 +259,6 @@ def _check_numbers(name: str, model: PreTrainedModel) -> None:
 
 
 def _missing(name: str, error: Exception) -> str:
-    """Say why a model could not be loaded, and what to do."""
     where = "the folder does not hold a complete model" if os.path.isdir(name) else "no such folder, and no hub copy"
     short = str(error).splitlines()[0][:200]
     return (

@@ -127,7 +127,6 @@ def _meant(error: Exception) -> str | None:
 
 
 def _options(group: str) -> list[str]:
-    """Return the names of the configurations in a group."""
     names = [file.name for root in ("train", "eval", "shared") for file in (CONF / root / group).glob("*.yaml")]
     store = ConfigStore.instance()  # of what is no file of its own, such as methods
     names += store.list(group) if store.get_type(group) == ObjectType.GROUP else []

@@ -24,6 +24,7 @@ from typing_extensions import TypedDict
 
 from leank import hub
 from leank.data_gen.amount import amount
+from leank.errors import naming
 from leank.precision import Precision
 from leank.shape import architecture, kv_shape
 from leank.tensor_files import DamagedFile, read_checkpoint, read_tensors, write_tensors
@@ -223,11 +224,9 @@ class ChannelMask:
             tensors, metadata = _read(path)
         except DamagedFile as error:
             raise ValueError(f"mask={error}") from error
-        try:
+        with naming(f"mask={path}"):
             precision = Precision(*(tensors[name] for name in BITS)) if BITS[0] in tensors else None
             return cls(tensors["keep"], metadata, tensors.get("mean_keys"), precision)._doubted(path)
-        except ValueError as error:
-            raise ValueError(f"mask={path}: {error}") from error
 
     @classmethod
     def from_pretrained(cls, name: str | os.PathLike, revision: str | None = None) -> ChannelMask:
@@ -377,7 +376,6 @@ def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str, n
 
 
 def _read(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """Return the tensors and the metadata of a file that ChannelMask.save wrote."""
     cure = "copy it again, or train again"
     tensors, header = read_tensors(path, {"keep"}, cure, {"format", "metadata"}, {"mean_keys", *BITS})
     if header.get("format") not in (FORMAT, LAYOUT_FORMAT):

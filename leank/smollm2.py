@@ -86,7 +86,6 @@ def convert(source: Path, target: Path) -> None:
 
 
 def _whole(target: Path) -> bool:
-    """Whether a folder holds what `convert` wrote."""
     mark = target / MARK
     return mark.is_file() and json.loads(mark.read_text(encoding="utf-8")) == SOURCE
 

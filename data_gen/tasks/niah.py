@@ -84,7 +84,6 @@ class Niah(LaidOut):
         return self.needle.format(kind=self.value_type, key=key, value=value)
 
     def _distractor(self, taken: Container[str], rng: random.Random) -> str:
-        """Make a needle for a key that no question is about."""
         key = _MAKERS[self.key_type](rng)
         while key in taken:
             key = _MAKERS[self.key_type](rng)

@@ -21,9 +21,10 @@ from transformers.cache_utils import (
 from transformers.generation.utils import GenerateOutput
 
 from leank.data_gen.amount import amount
+from leank.errors import naming
 from leank.eval.cache.attention.backend import BackendChoice, choose_backend
 from leank.eval.cache.generate import generate
-from leank.eval.cache.graph import KeptSteps
+from leank.eval.cache.graph import KeptSteps, stores
 from leank.eval.cache.hook import ATTENTION
 from leank.eval.cache.layer import CompressedLayer, StateLayer
 from leank.eval.cache.memory import Memory, measure
@@ -147,9 +148,8 @@ class CompressedCache(Cache):
 
     def addresses(self) -> tuple[object, ...]:
         """Addresses and shapes of what a captured step reads; equal at two moments if one step can serve both."""
-        stores = (layer.store for layer in self.compressed)
         scratch = (tensor.data_ptr() for tensor in self.choice.tensors().values())
-        return *scratch, *(Addresses.of(store).key() for store in stores if store is not None)
+        return *scratch, *(Addresses.of(store).key() for store in stores(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self).__new__(type(self))
@@ -197,10 +197,8 @@ class CompressedCache(Cache):
         if isinstance(mask, str | os.PathLike):
             mask = ChannelMask.load(mask)
         found.check(model, mask if mask is None or isinstance(mask, ChannelMask) else ChannelMask(mask))
-        try:
+        with naming(path):
             cache = compressed_cache(model, found.middles, **asdict(found.header.sizes), backend=backend)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
         found.fill(cache.layers, model)
         return cache
 

@@ -19,20 +19,20 @@ def capturable(cache: Cache) -> bool:
     return getattr(cache, "capturable", False)
 
 
-def stores(cache: Cache) -> list[Store | None]:
-    """What the compressed layers of a cache hold, None before the prompt."""
-    return [layer.store for layer in cache.layers if isinstance(layer, CompressedLayer)]
+def stores(cache: Cache) -> list[Store]:
+    """What the compressed layers of a cache hold; nothing before the prompt."""
+    found = (layer.store for layer in cache.layers if isinstance(layer, CompressedLayer))
+    return [store for store in found if store is not None]
 
 
 def retractable(cache: Cache) -> bool:
     """Whether a replayed step can be taken back: it adds no attention to scores by which layers evict."""
-    return all(store is not None and store.eviction is None for store in stores(cache))
+    return all(store.eviction is None for store in stores(cache))
 
 
 def retract(cache: Cache) -> None:
     """Forget the token of a replayed step that `CompressedCache.advance` has not counted; its slot is free again."""
     for store in stores(cache):
-        assert store is not None
         store.seen_dev -= 1
 
 

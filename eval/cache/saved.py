@@ -102,7 +102,6 @@ def _check_complete(layer: Any, there: bool) -> None:
 
 
 def _compressed(layer: CompressedLayer) -> dict[str, Tensor]:
-    """What a compressed layer holds, by name."""
     store, middle = layer.store, layer.middle
     _check_complete(layer, store is not None and not layer.waiting)
     assert store is not None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
+from leank.errors import naming
 from leank.eval.cache import CompressedCache, CompressedLayer, Sizes, compressed_cache
 from leank.eval.cache.storage import banded
 from leank.eval.cache.storage.codecs import Codec
@@ -58,10 +59,8 @@ class Method(Checked):
                 "prefill that drops tokens does not give; leave out prefill, or choose tokens by snapkv"
             )
         for choice in self.axes.values():
-            try:
+            with naming(f"method.{self.label}"):
                 choice.check_sizes(Sizes(self.sink, self.window, self.flush))
-            except ValueError as error:
-                raise ValueError(f"method.{self.label}: {error}") from error
 
     @property
     def axes(self) -> dict[str, Axis]:
@@ -87,10 +86,8 @@ class Method(Checked):
                     f"method.{self.label}: its mask has bits per channel, and method.{self.label}.bits="
                     f"{name_of(self.bits)} would store them otherwise; leave out one of the two"
                 )
-            try:
+            with naming(f"method.{self.label}"):
                 banded.check_flush(self.flush)
-            except ValueError as error:
-                raise ValueError(f"method.{self.label}: {error}") from error
         return found
 
     def config(self) -> dict[str, Any]:
@@ -144,7 +141,6 @@ class Method(Checked):
         return cache
 
     def _middles(self, prefill: Prefill, config: PreTrainedConfig, sizes: Sizes) -> list[Middle]:
-        """What the axes choose for the middle of each layer."""
         channels = None if self.channels is None else self.channels.keep_mask(prefill, config)
         values = None if self.channels is None else self.channels.keep_value_mask(prefill, config)
         means = None if self.channels is None else self.channels.mean_keys()

@@ -131,7 +131,6 @@ def _rows(rows: pd.DataFrame, query: str | None) -> pd.DataFrame:
 
 
 def _units(rows: pd.DataFrame, over: Sequence[str]) -> Values:
-    """Return the mean of each unit's values."""
     values = rows.groupby(list(over), dropna=False)["value"].mean() if over and len(rows) else rows["value"]
     return values.to_numpy(float)
 

@@ -128,7 +128,6 @@ def frame(rows: Sequence[ResultRow]) -> pd.DataFrame:
 
 
 def _line(row: ResultRow, method: str) -> dict[str, Any]:
-    """Return a row's line of `frame`."""
     near: Mapping[str, Any] = row["fidelity"] or {}
     broken = near.get("non_finite") is not None
     whole = {} if broken else near

@@ -25,7 +25,6 @@ def axes_of(config: Mapping[str, object]) -> str:
 
 
 def _styles(run: Run) -> dict[str, Style]:
-    """Return colour and marker of each method."""
     styles: dict[str, Style] = {}
     number = 0
     for method in run["methods"]:

@@ -95,7 +95,6 @@ def learned(methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _run(rows: Sequence[ResultRow], columns: Sequence[str]) -> Run:
-    """Summarise rows that differ in method, task, length and sample alone."""
     configs = {variant(row): row["settings"]["method"] for row in rows}
     methods = {name: configs[of] for of, name in labels(rows).items()}
     dense = next((name for name, config in methods.items() if not config), None)
@@ -148,7 +147,6 @@ def _beside_dense(table: pd.DataFrame, dense: str | None) -> pd.DataFrame:
 
 
 def _groups(table: pd.DataFrame, by: Sequence[str]) -> Iterable[tuple[Record, pd.DataFrame]]:
-    """Yield the lines that agree in the columns `by`, with these columns' values, in order."""
     for key, part in table.groupby([*by], observed=True, dropna=False):
         yield {name: _plain(value) for name, value in zip(by, key, strict=True)}, part
 
@@ -160,7 +158,6 @@ def _average(values: pd.Series) -> float | None:
 
 
 def _figures(table: pd.DataFrame, by: Sequence[str], means: Means) -> list[Record]:
-    """Compute the figures of each method, or of each method and length and task."""
     out = []
     for record, part in _groups(table, by):
         record["n"] = len(part)

@@ -29,6 +29,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from leank.errors import naming
 from leank.eval.benchmarks.base import Benchmark, Cell, benchmarks
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prompts import encode, overhead
@@ -82,10 +83,8 @@ def build_methods(
                     f"method.{one.label}.{axis}.length={length} is more than the model's max_position_embeddings="
                     f"{limit}; give a shorter one"
                 )
-            try:
+            with naming(f"method.{one.label}"):
                 choice.check(text_config, tokenizer)
-            except ValueError as error:
-                raise ValueError(f"method.{one.label}: {error}") from error
         one.layout()
     return methods
 

@@ -10,8 +10,7 @@ import numpy as np
 from transformers import Cache
 
 from leank.data_gen.amount import amount
-from leank.eval.cache import CompressedLayer
-from leank.eval.cache.storage.store import Store
+from leank.eval.cache.graph import stores
 from leank.eval.inference.prefill import Prefill, PromptLayer
 from leank.eval.methods import Method
 
@@ -23,7 +22,7 @@ class Compression:
 
     def __init__(self, method: Method, cache: Cache, prompt: Prefill) -> None:
         self.method, self.rows = method, len(prompt.logits)
-        self.stores = _stores(cache)
+        self.stores = stores(cache)
         self.sealed = [store.seen.copy() for store in self.stores]
         self.dropped = np.zeros(self.rows, dtype=bool)  # by the method's own prefill
         if prompt.given is not None:
@@ -37,10 +36,10 @@ class Compression:
 
         fed: per row, the tokens that followed its prompt, given to a copy `branch` of the cache, None = the cache.
         """
-        stores = self.stores if branch is None else _stores(branch)
+        held_now = self.stores if branch is None else stores(branch)
         middle, less = np.zeros(self.rows, dtype=int), self.dropped.copy()
         budget = getattr(self.method.reads, "budget", None)
-        for store, seen in zip(stores, self.sealed, strict=True):
+        for store, seen in zip(held_now, self.sealed, strict=True):
             size = store.sizes
             start = np.maximum(size.sink, seen - size.window)
             moved = np.maximum(0, seen + np.array(fed) - start - size.window) // size.flush * size.flush
@@ -53,12 +52,6 @@ class Compression:
                 narrow |= mine > (budget or 0) - size.sink - size.window
             middle, less = np.maximum(middle, mine), less | (mine > 0) & (narrow | (store.middle.bits is not None))
         return list(zip(middle.tolist(), less.tolist(), strict=True))
-
-
-def _stores(cache: Cache) -> list[Store]:
-    """What the compressed layers of a cache hold."""
-    layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
-    return [layer.store for layer in layers if layer.store is not None]
 
 
 @dataclass

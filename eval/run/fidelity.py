@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from leank.errors import naming
 from leank.eval.inference.decode import read, states
 from leank.eval.inference.prefill import Prefill, joined, pad_left
 from leank.eval.rows.result_row import Fidelity
@@ -74,10 +75,8 @@ class Comparison:
     """
 
     def __init__(self, model: PreTrainedModel, pad: int) -> None:
-        try:
+        with naming("methods cannot be compared with dense by KL"):
             check_head(model)
-        except ValueError as error:
-            raise ValueError(f"methods cannot be compared with dense by KL: {error}") from None
         self.model, self.pad, self.head = model, pad, Head.of(model)
 
     def continuation(

@@ -117,7 +117,6 @@ class Job:
         return work
 
     def _lacking(self, method: Method, cell: Cell, done: set[Key]) -> set[str]:
-        """Return the samples of a cell of which a row is not done."""
         if not done:
             return set(cell.samples)
         return {sample for sample, either in self._either(method, cell) if done.isdisjoint(either)}

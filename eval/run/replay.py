@@ -331,7 +331,6 @@ class Replay:
 
     @property
     def _counts(self) -> bool:
-        """Whether the device counts the bytes that are allocated."""
         return self.model.device.type == "cuda"
 
     def _allocated(self) -> int:

@@ -74,7 +74,6 @@ class Chosen(Kernel):
         return max(1, -(-programs // units))
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-        """Attention in three launches; parameters and result are those of `batched.attend`."""
         batch, q_heads, queries, dim = q.shape
         self._group = q_heads // store.ring_k.shape[1]
         if queries > 1 or not softmax.plain:
@@ -149,12 +148,10 @@ class Chosen(Kernel):
         return self._chosen
 
     def move(self, store: Store, due: np.ndarray) -> None:
-        """Move tokens that are due, and bring the bounds of their pages up to date; the reference is `Store.move`."""
         super().move(store, due)
         self.prepare(store, int(due.max()))
 
     def prepare(self, store: Store, moved: int = 0) -> ChosenPlan:  # type: ignore[override]
-        """The store's table and bounds, made anew where outdated by addresses, capacities or `moved` tokens."""
         old, ranking = store.plan if isinstance(store.plan, ChosenPlan) else None, ranking_of(store)
         if old is not None and (old.version, old.group) == (store.version, self._group):
             plan = old
@@ -201,7 +198,6 @@ class Chosen(Kernel):
         bounds.settle(store)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Scratch memory held, by name."""
         return {**super().tensors(), "scores": self._scores, "chosen": self._chosen}
 
 

@@ -126,7 +126,6 @@ def packed_kernels(store: Store) -> CodecKernels:
 
 
 def _move_packed(store: Store, done: Tensor) -> None:
-    """Pack the tokens that are due, in one launch."""
     packing, tail, index = store.middle.bits, store.tail, store.channels.index
     assert isinstance(packing, Packing)
     batch, heads, slots, dim = store.ring_k.shape
@@ -308,7 +307,6 @@ class Kernel(Plain):
         self.weights = Weights()
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
-        """Put new tokens into the ring in one launch; the reference is `Store.write`."""
         batch, heads, new, dim = k.shape
         if new > MAX_ROWS:
             return store.write(k, v)
@@ -325,7 +323,6 @@ class Kernel(Plain):
         return position
 
     def move(self, store: Store, due: np.ndarray) -> None:
-        """Move tokens that are due in one launch, which counts them on the device; the reference is `Store.move`."""
         batch, heads, slots, dim = store.ring_k.shape
         tail, codec = store.tail, kernels_of(store)
         done = self._scratch(0, dim, batch, tail.k.device)[2]
@@ -347,7 +344,6 @@ class Kernel(Plain):
         tail.length += np.where(tail.capacity > 0, due[:, None], 0)
 
     def evict(self, store: Store) -> None:
-        """Drop the tokens of the middle that the policy gives up, in a few launches; the reference is `Store.evict`."""
         policy = store.eviction
         choice = None if policy is None else policy.chosen(store.prompt, store.tail, *store.ends(), kernel=True)
         if policy is not None and choice is not None:
@@ -468,7 +464,6 @@ class Kernel(Plain):
         return self._partials, self._partials[lines * dim :], self._done
 
     def tensors(self) -> dict[str, Tensor]:
-        """Scratch memory held, by name."""
         return {"partials": self._partials, "done": self._done, **self.weights.tensors()}
 
 

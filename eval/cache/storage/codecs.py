@@ -101,7 +101,6 @@ class BandCodec(Codec):
         """Bytes of a page of K and of V of heads that keep `count` [B, H] channels, each [B, H]."""
 
     def segment(self, extent: Extent) -> PageSegment:
-        """An empty packed segment; V keeps all its channels."""
         return PageSegment(extent, self)
 
 
@@ -151,15 +150,12 @@ class PageCodec(BandCodec):
         return found, numbers
 
     def bands(self, head: int, channels: int) -> Sequence[tuple[PageCodec, int]]:
-        """One band of all channels that are kept."""
         return [(self, channels)]
 
     def of_values(self, head: int) -> PageCodec:
-        """This codec."""
         return self
 
     def page_bytes(self, head_dim: int, count: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of a page of K and of V; see `BandCodec.page_bytes`."""
         k, v = self.pages(head_dim, count, dtype)
         return np.asarray(sum(k)), np.full_like(count, sum(v))
 
@@ -175,19 +171,15 @@ class OfHeads(BandCodec):
 
     @property
     def why_not_kernel(self) -> str | None:
-        """That of its first codec."""
         return self.heads[0][0].why_not_kernel
 
     def bands(self, head: int, channels: int) -> Sequence[tuple[PageCodec, int]]:
-        """One band of all channels that are kept."""
         return [(self._of(head)[0], channels)]
 
     def of_values(self, head: int) -> PageCodec:
-        """The codec of the head's V."""
         return self._of(head)[1]
 
     def page_bytes(self, head_dim: int, count: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of a page of K and of V; see `BandCodec.page_bytes`."""
         k, v = np.empty_like(count), np.empty_like(count)
         for head in range(count.shape[1]):
             of_keys, of_values = self._of(head)
@@ -376,7 +368,6 @@ class RecordCodec(Codec):
 
     @property
     def why_not_kernel(self) -> str | None:
-        """Why only plain PyTorch can read it."""
         return "the kernel reads keys channel by channel, this method stores them as records"
 
 
@@ -392,33 +383,28 @@ class RecordSegment(Segment):
         return RecordSegment(extent, self.codec)
 
     def append(self, rows: np.ndarray, k: Tensor, v: Tensor, count: np.ndarray | None = None) -> None:
-        """Add n tokens; the parameters are those of `Segment.append`."""
         records = self.codec.encode(k, rows).to(self.dtype)
         padded = pad(records, (0, self.head_dim - records.shape[-1]))
         super().append(rows, padded, v, count)
 
     def keys_of(self, records: Tensor) -> Tensor:
-        """Keys [B H, D, N] of the records [B H, width, N] of all heads."""
         batch = self.length.shape[0]
         found = self.codec.decode(records.mT.unflatten(0, (batch, -1)), np.arange(batch))
         return found.flatten(0, 1).mT
 
     def read(self, row: int, head: int) -> tuple[Tensor, Tensor]:
-        """K and V [n, D] of one head."""
         records, values = super().read(row, head)
         of_all = records.new_zeros(1, self.length.shape[1], *records.shape)
         of_all[0, head] = records
         return self.codec.decode(of_all, np.array([row]))[0, head], values
 
     def select(self, rows: Tensor, channels: KeptChannels, values: KeptChannels | None) -> Segment:
-        """The segment of the batch `rows` [R], in that order."""
         new = super().select(rows, channels, values)
         assert isinstance(new, RecordSegment)
         new.codec = self.codec.select(rows)
         return new
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor held, by name."""
         return {**super().tensors(), **self.codec.tensors()}
 
 

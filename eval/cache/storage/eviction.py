@@ -133,7 +133,6 @@ class HeavyHitters(Eviction):
     def chosen(
         self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray, kernel: bool = False
     ) -> Choice | None:
-        """See `Eviction.chosen`."""
         middle = prompt.length + tail.length
         if (middle <= self.heavy).all():
             return None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from leank.errors import naming
 from leank.eval.inference.prefill import Prefill
 from leank.eval.methods.axes import Channels, Observe, method
 from leank.eval.methods.registry import choice, name_of
@@ -44,10 +45,8 @@ class ByLength(Channels):
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         for side, one in self.choices.items():
-            try:
+            with naming(side):
                 one.check(config, tokenizer)
-            except ValueError as error:
-                raise ValueError(f"{side}: {error}") from error
 
     def calibrate(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
         for one in self.choices.values():

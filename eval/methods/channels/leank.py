@@ -10,6 +10,7 @@ from pydantic import InstanceOf
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from leank.errors import naming
 from leank.eval.inference.prefill import Prefill
 from leank.eval.methods.axes import Channels, method
 from leank.mask import ChannelMask
@@ -44,10 +45,8 @@ class LeanK(Channels):
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         mask = self.loaded
-        try:
+        with naming(f"mask={self.mask if isinstance(self.mask, str) else 'given'}"):
             mask.check_model(config)
-        except ValueError as error:
-            raise ValueError(f"mask={self.mask if isinstance(self.mask, str) else 'given'}: {error}") from error
 
     def identity(self) -> dict[str, object]:
         """The mask's contents, not its path."""
