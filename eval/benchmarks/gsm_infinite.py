@@ -24,7 +24,7 @@ from leank.data_gen.gsm.symbolic import SymbolicProblem, symbolic
 from leank.data_gen.reading import NotBlank
 from leank.data_gen.tokens import counter_of
 from leank.eval.benchmarks.base import Cell, Row, benchmark, kept, metric
-from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, checked, read
+from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, asset, checked, read
 from leank.typed import Count, OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
@@ -35,67 +35,7 @@ MAX_NEW_TOKENS = 4096
 SYSTEM = "You are a helpful assistant"
 REVERSE_HINT = " The following questions might be easier to solve by equations."
 
-_HEADER = (
-    "Answer the questions below. {preface}Note: the total number of {thing}s in one {place} refers to sum of all types"
-    " of {thing}s ever mentioned for the specific {place} throughout the problem{excluding}. IMPORTANT: if the a type"
-    " of {kind} is never mentioned for a location for that specific problem, assume its INEXISTENCE in that location"
-    " (number in the location = 0). Previous problems {kind} quantities are not applicable for the present one. The"
-    " average number of {part} of the same type of {owner} might vary across different locations. The {total} refers"
-    " to the sum of the TOTAL {parts} (not average {not_average}) from all {source} mentioned for that specific"
-    " location. Hint: the {hint}. Each question is self-contained INDEPENDENT of the others. Quantities of previous"
-    " problems is NOT correct for the new problem, so quantities of {redo} MUST be recalculated for each question!"
-    " Final answer needs to be presented in the format 'Answer: xxx', where xxx is the number you calculated."
-)
-_NOUNS = {
-    "crazy_zootopia": {
-        "preface": "",
-        "thing": "adult animal",
-        "place": "location",
-        "excluding": " EXCLUDING their number of newborn children",
-        "kind": "animal",
-        "part": "newborn children",
-        "owner": "animal",
-        "total": "total newborn animal children of a location",
-        "parts": "newborn children",
-        "not_average": "newborn children",
-        "source": "adult animals",
-        "hint": "total newborn children of one type of animal in a location equals the average children per that animal"
-        " in location times the number of that animal in location",
-        "redo": "animals",
-    },
-    "teachers_in_school": {
-        "preface": "",
-        "thing": "school",
-        "place": "location",
-        "excluding": "",
-        "kind": "school",
-        "part": "teachers",
-        "owner": "school",
-        "total": "number of teachers from all schools of a location",
-        "parts": "teachers",
-        "not_average": "number of teachers",
-        "source": "type of schools",
-        "hint": "number of teachers of one type of school in a location equals the average teacher per that type of"
-        " schools in location times the number of that type of schools in location",
-        "redo": "schools or teachers",
-    },
-    "movie_festival_awards": {
-        "preface": "Commedy, drama, and thriller are all movies types. ",
-        "thing": "movie",
-        "place": "movie festival",
-        "excluding": "",
-        "kind": "movies",
-        "part": "nominations",
-        "owner": "festival",
-        "total": "number of total movie nominations from all movies of a festival",
-        "parts": "movie nominations",
-        "not_average": "number of nominations",
-        "source": "types of movies",
-        "hint": "number of total movie nomination of one type of movie in a festival equals the average nomination per"
-        " that type of movie in festival times the number of that type of movies in festival",
-        "redo": "movies or nominations",
-    },
-}
+OFFICIAL = asset("gsm_infinite")  # the header of a problem, and by template the nouns in it
 
 
 class _Line(TypedDict):
@@ -232,7 +172,7 @@ def realistic_row(data: Mapping[str, Any], merge_turns: bool = False) -> Row:
 
     merge_turns: put header and problem into one user turn, for chat templates that want turns to alternate.
     """
-    instructions = _HEADER.format(**_NOUNS[data["template"]])
+    instructions = OFFICIAL["header"].format(**OFFICIAL["nouns"][data["template"]])
     instructions += REVERSE_HINT if data["mode"] == "forwardreverse" else ""
     context, system = f"Problem: {data['problem']} ", {"role": "system", "content": SYSTEM}
     return Row(
