@@ -1,7 +1,5 @@
 """Numbers of things in messages."""
 
-from __future__ import annotations
-
 import re
 
 

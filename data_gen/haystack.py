@@ -5,8 +5,6 @@ needle   lines of needles that no question is about (RULER); the caller makes th
 essay    consecutive sentences of natural text: the shipped Wikipedia paragraphs, or the user's own files
 """
 
-from __future__ import annotations
-
 import gzip
 import random
 import re

@@ -6,8 +6,6 @@ python -m leank.eval report outputs/eval/reference_ruler think snapkv
 python -m leank.eval diff outputs/eval/reference_ruler dense leank
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

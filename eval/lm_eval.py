@@ -6,8 +6,6 @@ This is lm_eval's own command line, with all of its options; the model "leank" i
 are settings of conf/eval/eval.yaml (model, model.name, cache.sink, prefill_chunk, ...); method is one name.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby

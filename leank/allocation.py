@@ -7,8 +7,6 @@ hull of losses over bytes are ever taken. A head begins empty. Its first move ta
 widths as have the highest gain together, because V is paid for as soon as one block is kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple

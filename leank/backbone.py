@@ -1,7 +1,5 @@
 """The frozen decoder that a mask is learned for: the shipped reference model, a folder, or a Hugging Face name."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

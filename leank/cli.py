@@ -4,8 +4,6 @@ What stops a command is one line on standard error: a setting, a file, a signal,
 refused leaves no folder.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

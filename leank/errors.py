@@ -1,7 +1,5 @@
 """What an error says: its message in one line or behind a name, and whether memory is used up."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -8,8 +8,6 @@ A repository holds mask.safetensors, a card (README.md) made of the mask's metad
 which decodes from a cache that the mask prunes. Only that last call runs code from the hub; reading a mask runs none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The library's attention kernels: which of them a call should use, and the flash kernel with its log-sum-exp."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 

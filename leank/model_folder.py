@@ -1,7 +1,5 @@
 """A folder with a model: a digest of its contents, and whether its files are whole. No weights are loaded."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

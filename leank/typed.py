@@ -10,8 +10,6 @@ An annotation says what a field accepts: its type, its bounds, its choices; a te
 missing, or of the wrong type.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields

@@ -14,8 +14,6 @@ Names and code are this project's own: the official generator has no licence, an
 solution.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from itertools import product

@@ -4,8 +4,6 @@
 in it can be derived. A problem has op + int(length * 828 / 9668) variables in all.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import dataclass

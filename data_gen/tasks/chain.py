@@ -1,7 +1,5 @@
 """Chains through a table: a long reply whose every step looks up the next entry, and whose end can be checked."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass

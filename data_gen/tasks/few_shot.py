@@ -1,7 +1,5 @@
 """Many-shot labelling: what the labels mean has to be learned from hundreds of examples in the document."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

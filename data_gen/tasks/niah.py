@@ -4,8 +4,6 @@ LeanK's two training tasks (section 3.1) belong to the same family. Dense retrie
 needles. Multi-value retrieval asks for every value of a key that has several.
 """
 
-from __future__ import annotations
-
 import random
 import uuid
 from collections.abc import Callable, Container

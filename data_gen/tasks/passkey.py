@@ -1,7 +1,5 @@
 """Passkey retrieval after DuoAttention (LeanK Appendix K): long word sequences hidden in text, asked for by ordinal."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Annotated

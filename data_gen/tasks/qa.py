@@ -5,8 +5,6 @@ The data is not shipped. Download the official file and give its path:
     qa_2  http://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

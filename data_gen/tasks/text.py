@@ -1,7 +1,5 @@
 """Natural text: going on with it, and quoting a passage of it. A mask that is trained on needles alone forgets text."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

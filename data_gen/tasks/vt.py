@@ -1,7 +1,5 @@
 """RULER's variable tracking: chains of assignments in noise, of which one holds the value in question; 1-shot."""
 
-from __future__ import annotations
-
 import random
 import string
 from dataclasses import dataclass

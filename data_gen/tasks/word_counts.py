@@ -1,7 +1,5 @@
 """RULER aggregation tasks: common words extraction (cwe, 1-shot) and frequent words extraction (fwe)."""
 
-from __future__ import annotations
-
 import bisect
 import math
 import random

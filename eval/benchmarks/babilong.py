@@ -4,8 +4,6 @@ Source: booydar/babilong 7a6efee, prompts.py and metrics.py (Apache-2.0; prompts
 Data: RMT-team/babilong from the hub, or a folder of files such as qa1/4k.json or qa1_4k.jsonl.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Source: princeton-nlp/HELMET 4526dfb, data.py and utils.py (MIT; prompts unchang
 its data.tar.gz, and for ICL icl/TASK_train.jsonl and icl/TASK_test.jsonl, lines with "text" and a number "label".
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import random

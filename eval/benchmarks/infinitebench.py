@@ -8,8 +8,6 @@ GPT-4. Data: <task>.jsonl files in a folder, else from the Hugging Face hub.
 Where the official scorer raises on a reply, the reply is wrong (0), which docs/benchmarks.md records.
 """
 
-from __future__ import annotations
-
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Sequence

@@ -5,8 +5,6 @@ Source: THUDM/LongBench 2e00731, pred.py, metrics.py, eval.py and config/ (MIT; 
 Hugging Face hub. Chinese tasks need the optional package jieba (``pip install jieba``); no English task does.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence

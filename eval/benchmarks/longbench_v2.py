@@ -4,8 +4,6 @@ Source: THUDM/LongBench 2e00731, pred.py and prompts/0shot.txt (MIT; the prompt 
 zai-org/LongBench-v2, in a folder or from the hub, or a .jsonl of the same fields.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ request to reason and to box the answer. A boxed answer is right if it is equal 
 Data: test.jsonl of prm800k's math_splits, else HuggingFaceH4/MATH-500 from the hub (the same problems).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NotRequired

@@ -6,8 +6,6 @@ read it with `extract_letter`.
 Data: data.tar's folders dev and test of CSV files, a .jsonl, or cais/mmlu from the hub.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

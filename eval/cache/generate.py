@@ -15,8 +15,6 @@ for the next step to be launched. So the next step begins before the question, o
 ended, it is taken back.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

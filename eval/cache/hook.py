@@ -4,8 +4,6 @@
 attention, plain key tensors go through SDPA, or through plain PyTorch where the model's softmax is not plain.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

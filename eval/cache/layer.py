@@ -5,8 +5,6 @@ eval.cache.hook then calls `attend()`. The first call is the whole prompt (or th
 is attended densely, then sealed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -4,8 +4,6 @@ The file holds no code and nothing is unpickled. `CompressedCache.save` and `loa
 are checked, not only its digest: a kernel reads wherever they point.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -13,8 +13,6 @@ the papers print, verdicts on their claims first. Arguments like key=value are p
 python -m leank.eval.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

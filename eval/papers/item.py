@@ -4,8 +4,6 @@ conf/papers has one YAML file a paper. Under `steps` it names the command lines 
 it lists every figure and table of the paper.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Whether a paper's claim shows in the rows made here: a mean with its 95% interval, and one sentence."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Replays append their rows to OUT/rows, which all items share; an analysis has a 
 What is there is not made again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import subprocess

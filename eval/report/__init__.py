@@ -1,7 +1,5 @@
 """The report of a run, from its rows alone: summary.json, summary.md, tables.tex, cells.csv, plots, report.html."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

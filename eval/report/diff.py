@@ -1,7 +1,5 @@
 """Compare what two methods answered, sample by sample: python -m leank.eval diff DIR dense leank."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

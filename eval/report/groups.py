@@ -1,7 +1,5 @@
 """Which rows belong together (those of one run, of one method, of one sample), and a run's rows as one DataFrame."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

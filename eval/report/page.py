@@ -1,7 +1,5 @@
 """report.html: one file that needs no other, light or dark as the reader's system is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The figures of a report: scores and distance from dense by length and against the cache, differences, needle maps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import matplotlib

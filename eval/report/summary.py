@@ -28,8 +28,6 @@ None where no row has it. Records of figures have
     kl, top1, loss, loss_minus_dense    distance from dense (`eval.rows.result_row.Fidelity`)
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What one line of results.jsonl holds; every table, plot and comparison is computed from these rows alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Annotated, Any, NotRequired

@@ -13,8 +13,6 @@ are snapkv_think_512_0.4, snapkv_think_512_0.5, snapkv_think_1024_0.4 and snapkv
 `match` brings methods to equal bytes: match=0.4 is a share of dense, match=leank another method's bytes.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence

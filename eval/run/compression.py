@@ -1,7 +1,5 @@
 """Whether a method compresses anything of a prompt, and the warnings where a score says nothing about the method."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -17,8 +17,6 @@ The first token of a reply comes from the prefill, so the first distribution com
 compress=before_question the question is read through the cache, and the distribution after the question counts, too.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ from that. A method with a prefill of its own runs it, and its first token comes
 A conversation has several turns: the context is prefilled once, each method compresses it, and the questions follow.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What runs over a sealed layer: the Triton kernel where it can, else plain PyTorch; with a GPU a warning says why."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

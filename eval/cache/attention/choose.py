@@ -1,7 +1,5 @@
 """Launches a decoding step that chooses what it reads: scores, choice, attention over what was chosen."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

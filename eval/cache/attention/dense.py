@@ -4,8 +4,6 @@ cuDNN's attention, SDPA's first choice on recent GPUs, plans for tens of millise
 calls that are long enough to gain by it may use it (`leank.kernels.cudnn_pays`).
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import torch

@@ -1,7 +1,5 @@
 """Launches the decode kernel, over a middle in 16 bits or in KIVI's pages: work tables, scratch memory, tile sizes."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

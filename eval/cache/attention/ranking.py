@@ -3,8 +3,6 @@
 Single tokens are ranked by their label channels, pages by the bounds of their keys.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum
 

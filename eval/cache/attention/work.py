@@ -7,8 +7,6 @@ way. A *piece* is what a program reads of one part. The pieces that a program re
 result. The last program to finish a (row, head) merges its partial results.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 
 import numpy as np

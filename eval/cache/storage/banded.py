@@ -12,8 +12,6 @@ head is read by the first form that has room for its bands.
       4096 bytes        1024          128            256           64
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Eviction while decoding: the attention that each token has received, and which tokens of the middle stay."""
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from typing import NamedTuple, Self

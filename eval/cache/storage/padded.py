@@ -3,8 +3,6 @@
 Shapes: X = B H KV heads of all rows; R = G Q rows of queries of one; N padded tokens; C padded channels.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

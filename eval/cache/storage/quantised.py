@@ -23,8 +23,6 @@ which a product sums, and a GPU computes with two of them at a time: so of two c
 zero points. C is the number of kept channels, rounded up to 16, so that lines are whole words; the others are zeros.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """The sizes of sink and window, which columns of a prompt belong to the middle, and rows of equal padding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
