@@ -125,7 +125,9 @@ def train_layouts(
 ) -> Metrics:
     """Learn a layout of bits for each budget, or with stage1.steps=0 take the closed form's; see `run`."""
     config, out = current.config, current.out
-    stage = LayoutStage(backbone, config.stage1, config.pruning, parallel=config.trainer, mean_keys=means)
+    with memory_advice("in the closed form", "data.max_length"):
+        closed = closed_form(config, backbone, means)
+    stage = LayoutStage(backbone, config.stage1, config.pruning, closed, parallel=config.trainer, mean_keys=means)
     record = fit(current, stage, "stage1", logger, signals)
     if not current.first:
         return {}
@@ -133,16 +135,14 @@ def train_layouts(
     learned = config.stage1.steps > 0
     path = stage.path.detach().cpu().contiguous()
     write_tensors(out / "alpha.safetensors", {"path": path})
-    with memory_advice("in the closed form; checkpoints/stage1 keeps the stage", "data.max_length"):
-        losses = closed_form(config, backbone, means)
-    masks = save_layouts(current, backbone, stage.losses() if learned else losses, losses, means)
+    masks = save_layouts(current, backbone, stage.losses() if learned else closed, closed, means)
     mask = masks[MASK]
     metrics: Metrics = {
         **counted(mask), "bytes": mask.middle_bytes,
         "distillation": {"stage1": record.steps[-1]["distillation"]} if record.steps else {},
         "separation": {}, "seconds": {"training": round(record.seconds, 1)}, "config": current.fingerprint,
     }  # fmt: skip
-    alpha = path[..., :-1, :].mean(-1)
+    alpha = path[..., :-2].repeat_interleave(config.pruning.align, -1)
     return finish(current, backbone, masks, metrics, (record, Recorder(1)), alpha, logger, started)
 
 

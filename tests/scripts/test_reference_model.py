@@ -14,9 +14,8 @@ from leank.data_gen import haystack
 from leank.data_gen.task import Request
 from leank.data_gen.tasks import TASKS
 from leank.data_gen.tokens import TokenCounter
-from scripts.reference_model import text
 from scripts.reference_model.batches import RECIPES, Batches, RowMaker, TrainingRow, collate, in_order
-from scripts.reference_model.pretrain import main, right_tokens
+from scripts.reference_model.pretrain import documents, main, right_tokens
 from tests.helpers.text_tokenizers import tokenizer
 
 
@@ -28,17 +27,17 @@ def test_documents_become_a_stream_of_tokens(tmp_path, capsys, monkeypatch):
     folder.mkdir()
     for i in range(40):
         (folder / f"{i:03d}.txt").write_text(f"Chapter {i}\n" + f"Sentence number {i} of the page. " * 20)
-    train, test = (text.documents(folder, split) for split in ("train", "test"))
+    train, test = (documents(folder, split) for split in ("train", "test"))
     assert [len(train), len(test)] == [40, 4]  # the shipped paragraphs, 500 sentences a document
     assert [one.split("\n")[0] for one in test[:2]] == ["Chapter 19", "Chapter 39"]
     assert not set(train) & set(test)
-    text.main([str(folder), str(tmp_path / "tokenizer")])
+    main(["text", str(tmp_path / "tokenizer"), "--text", str(folder)])
     assert "test:" in capsys.readouterr().out
     whole, stream = (np.load(folder / f"{split}.npy") for split in ("train", "test"))
     assert stream.dtype == np.uint16
     assert (stream == words.eos_token_id).sum() == len(test)
     assert words.decode(stream[:30]).startswith("Chapter 19\nSentence")
-    text.main([str(folder), str(tmp_path / "tokenizer"), "--every", "2"])
+    main(["text", str(tmp_path / "tokenizer"), "--text", str(folder), "--every", "2"])
     parts = [np.split(ids, np.flatnonzero(ids == words.eos_token_id) + 1)[:-1] for ids in
              (whole, np.load(folder / "train.npy"))]  # fmt: skip
     assert [d.tolist() for d in parts[1]] == [d.tolist() for d in parts[0][::2]]

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 from leank.eval.rows.results import Results
-from scripts.bench.pictures import main as draw
-from scripts.bench.pictures import spread
-from scripts.bench.quality import by_ratio, by_ratio_and_task, by_turn, main, named, ratios_page, widened
+from scripts.bench.quality import by_ratio, by_ratio_and_task, by_turn, main, named, ratios_page, spread, widened
 from tests import ROOT
 from tests.helpers.report_rows import row
 
@@ -171,7 +169,7 @@ def test_recall_over_ratios(tmp_path):
     lines += [f"{label},{ratio},{recall},{recall - 1},{recall + 1}" for label, recall in (("LeanK", 98), ("new", 40))
               for ratio in (50, 70, 95, 97)]  # fmt: skip
     (tmp_path / "recall.csv").write_text("\n".join(lines))
-    draw(["recall", str(tmp_path / "recall.csv"), str(tmp_path / "recall.svg")])
+    main(["picture", str(tmp_path / "recall.csv"), "--out", str(tmp_path / "recall.svg")])
     found = texts(tmp_path / "recall.svg")
     assert {"dense 98.8%", "LeanK 98.0%", "new 40.0%", "50", "97"} <= set(found)
     assert "95" not in found  # no room beside 97
@@ -182,6 +180,6 @@ def test_tables_of_two_models_have_a_panel_each(tmp_path):
     for number, file in enumerate(files):
         file.parent.mkdir()
         file.write_text(f"label,ratio,recall,low,high\ndense,,{90 + number},80,95\nLeanK,70,{60 + number},50,70\n")
-    draw(["recall", *map(str, files), str(tmp_path / "recall.svg")])
+    main(["picture", *map(str, files), "--out", str(tmp_path / "recall.svg")])
     wanted = {"model=one", "model=two", "dense 90.0%", "dense 91.0%", "LeanK 60.0%", "LeanK 61.0%"}
     assert wanted <= set(texts(tmp_path / "recall.svg"))
