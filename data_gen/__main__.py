@@ -39,7 +39,7 @@ READERS = {  # options that name a file -> the tasks that read it
         for name, made in TASKS.items()
         if isinstance(made, Passkey | Text) or getattr(made, "haystack", None) == "essay"
     ],
-    "data": ["cwe", "qa_1", "qa_2"],
+    "data": ["cwe", "prompts", "qa_1", "qa_2"],
 }
 
 

@@ -28,6 +28,7 @@ from leank.data_gen.haystack import SPLITS
 from leank.data_gen.tokens import TokenCounter
 from leank.typed import Checked, OneOf
 
+HELD_OUT = 2**31  # the index from which on no step of training takes a document
 LONGEST = 2**24  # tokens; no model reads more, and a slip must not fill the memory
 SHORT = 4096  # tokens; below, every sample has a search of its own
 _SEARCH = -1  # the index of the draw that the search measures
@@ -79,6 +80,7 @@ class Document:
     max_new_tokens: room for a reply.
     length: tokens of the document with its longest question, special tokens and chat template included. A document
         filled exactly also counts that question's answer; one sized as in RULER counts max_new_tokens in its place.
+    framed: whether the texts hold the chat template already, so that nothing is to be put around them.
     """
 
     task: str
@@ -88,10 +90,11 @@ class Document:
     questions: tuple[Question, ...]
     max_new_tokens: int
     length: int
+    framed: bool = False
 
     def samples(self) -> list[Sample]:
         """Return one flat row per question."""
-        about = {name: value for name, value in vars(self).items() if name != "questions"}
+        about = {name: value for name, value in vars(self).items() if name not in ("questions", "framed")}
         return [Sample(**about, **vars(question)) for question in self.questions]
 
 
@@ -110,7 +113,7 @@ class Request(Checked):
     exact: bool = True
     essays: str | None = None  # essays, split: the natural text; see `haystack.sentences`
     split: Annotated[str, OneOf(*SPLITS)] = "all"
-    data: str | None = None  # a file with the task's own data (qa_1, qa_2, cwe)
+    data: str | None = None  # a file with the task's own data (qa_1, qa_2, cwe, prompts)
     reserve: int = 0  # tokens of `length` to leave for a chat template; see `data_gen.chat`
 
     @property
@@ -142,6 +145,7 @@ class Draft(NamedTuple):
     context: str
     questions: tuple[Question, ...]
     tokens: int = 0  # tokens of the text with its longest question and answer; 0 if nobody has counted them
+    framed: bool = False  # see `Document`
 
 
 class Task(Checked, ABC):
@@ -159,9 +163,8 @@ class Task(Checked, ABC):
             length = draft.tokens + request.length - request.room
         else:
             draft, length = whole_units(self, request)
-        return Document(
-            request.name, request.seed, request.index, draft.context, draft.questions, self.max_new_tokens, length
-        )
+        about = (request.name, request.seed, request.index, draft.context, draft.questions)
+        return Document(*about, self.max_new_tokens, length, draft.framed)
 
     @abstractmethod
     def fill(self, request: Request) -> Draft:

@@ -62,15 +62,20 @@ class Backbone:
         """The shape [L, H, D] of alpha and of a mask."""
         return kv_shape(self.model.config)
 
-    def encode_context(self, text: str) -> list[int]:
-        """Tokenise a document, together with what stands before it in a prompt."""
+    def encode_context(self, text: str, framed: bool = False) -> list[int]:
+        """Tokenise a document, together with what stands before it in a prompt; framed: that is in the text already."""
+        if framed:
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         ids = self.tokenizer(self.before + text, add_special_tokens=not self.before)["input_ids"]
         eos = self.tokenizer.eos_token_id
         return ids[:-1] if not self.before and ids and ids[-1] == eos else ids  # some tokenizers end every text with it
 
-    def encode_question(self, question: str, answer_prefix: str) -> list[int]:
-        """Tokenise what follows the document: the question, the assistant's header, the start of the reply."""
-        return self.encode(question + self.after + answer_prefix)
+    def encode_question(self, question: str, answer_prefix: str, framed: bool = False) -> list[int]:
+        """Tokenise what follows the document: the question, the assistant's header, the start of the reply.
+
+        framed: whether the question holds the header already.
+        """
+        return self.encode(question + ("" if framed else self.after) + answer_prefix)
 
     def encode(self, text: str) -> list[int]:
         """Tokenise a piece in the middle of a prompt: SentencePiece would put a blank before it if it stood alone."""

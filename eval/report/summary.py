@@ -23,6 +23,7 @@ None where no row has it. Records of figures have
     not_compressed, dense_only, non_finite, not_selected        samples whose score says little (`tables.MARKS`)
     pairs, difference, same_reply, share_of_dense       of the samples that dense has, too: their number, points above
                         dense, % of equal replies, and the method's bytes in % of dense's
+    share_of_middle     the middle's bytes, with scales and bounds, in % of what dense holds beside sink and window
     compared, tokens_compared, compared_non_finite      samples and next-token distributions compared with dense's, and
                         samples whose logits were NaN or infinite, which the next means leave out
     kl, top1, loss, loss_minus_dense    distance from dense (`eval.rows.result_row.Fidelity`)
@@ -141,6 +142,9 @@ def _beside_dense(table: pd.DataFrame, dense: str | None) -> pd.DataFrame:
         same_reply=(100.0 * (table["prediction"] == base["prediction"])).where(there),
         paired_bytes=table["cache_bytes"].where(there),
         dense_bytes=base["cache_bytes"].where(there),
+        dense_middle=(base["cache_bytes"] - table["ends_bytes"]).where(
+            there & table["middle_bytes"].notna().to_numpy()
+        ),
     )
 
 
@@ -166,6 +170,8 @@ def _figures(table: pd.DataFrame, by: Sequence[str], means: Means) -> list[Recor
         record["share_of_dense"] = (
             100 * float(part["paired_bytes"].sum() / part["dense_bytes"].sum()) if record["pairs"] else None
         )
+        whole = float(part["dense_middle"].sum())
+        record["share_of_middle"] = 100 * float(part["middle_bytes"].sum()) / whole if whole > 0 else None
         for name in ("cache_bytes", "allocated_bytes", "prompt_tokens", *SECONDS):
             record[name] = _average(part[name])
         for name in MARKED:

@@ -20,8 +20,8 @@ from leank.data_gen.tasks.passkey import Passkey
 from leank.data_gen.tokens import TokenCounter
 from tests.helpers.text_tokenizers import KINDS, tokenizer
 
-TRAINING = ("kv", "multivalue", "multikey", "multiquery", "passkey", "text", "quote", "few_shot")
-OTHERS = tuple(name for name in TASKS if name not in TRAINING and not name.startswith("qa"))
+TRAINING = ("kv", "multivalue", "multikey", "multiquery", "passkey", "text", "quote", "few_shot", "turns")
+OTHERS = tuple(name for name in TASKS if name not in TRAINING and not name.startswith(("qa", "prompts")))
 
 
 def tokens(document: Document, kind: str) -> int:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from leank.eval.benchmarks import base, gsm_infinite, longbench, mmlu, niah
+from leank.eval.benchmarks import gsm_infinite, longbench, mmlu, niah
 from leank.eval.benchmarks.babilong import BabiLong
 from leank.eval.benchmarks.base import Row, score_row
 from leank.eval.benchmarks.from_files import checked, cut_in_the_middle
@@ -18,7 +18,6 @@ from leank.eval.benchmarks.helmet import Helmet
 from leank.eval.benchmarks.longbench import LongBench
 from leank.eval.benchmarks.longbench_v2 import LongBenchV2
 from leank.eval.benchmarks.nolima import RULES, NoLiMa
-from leank.eval.inference.models import ModelConfig, load_config
 from tests.helpers import parity
 from tests.helpers.benchmark_lines import BABI, CONFIG, NEEDLE, V2, helmet_files
 
@@ -265,11 +264,6 @@ def test_the_first_line_of_a_samsum_reply_is_judged(reply):
     """The official scorer skips leading newlines."""
     row = build("samsum", {**DATA, "answers": ["Ada bakes."]})
     assert base.score_row(row, reply) == 0.999999995
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_config(ModelConfig())[1]
 
 
 @pytest.mark.parametrize("given", parity.rows("longbench_v2"), ids=lambda given: given.get("reply", "prompt"))
