@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from leank.eval.benchmarks import gsm_infinite, longbench, mmlu, niah
+from leank.eval.benchmarks import base, gsm_infinite, longbench, mmlu, niah
 from leank.eval.benchmarks.babilong import BabiLong
 from leank.eval.benchmarks.base import Row, score_row
 from leank.eval.benchmarks.from_files import checked, cut_in_the_middle
