@@ -18,7 +18,6 @@ from leank.eval.benchmarks.longbench_v2 import LongBenchV2
 from leank.eval.benchmarks.math500 import Math500
 from leank.eval.benchmarks.mmlu import Mmlu
 from leank.eval.benchmarks.scoring import score_row
-from leank.eval.inference.models import ModelConfig, load_config
 from tests.helpers.benchmark_lines import (
     BABI,
     CHOICE,
@@ -70,11 +69,6 @@ RIGHT = {
     **{("longbench_v2", f"choice_{letter}"): ["mat"] for letter in "ABCD"},
 }
 PROSE = {"context", "problem", "question"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_config(ModelConfig())[1]
 
 
 def write(file, rows):

@@ -19,7 +19,6 @@ from leank.eval.benchmarks.longbench_v2 import LongBenchV2
 from leank.eval.benchmarks.nolima import RULES, NoLiMa
 from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.scoring import score_row
-from leank.eval.inference.models import ModelConfig, load_config
 from tests.helpers import parity
 from tests.helpers.benchmark_lines import BABI, CONFIG, NEEDLE, V2, helmet_files
 
@@ -266,11 +265,6 @@ def test_the_first_line_of_a_samsum_reply_is_judged(reply):
     """The official scorer skips leading newlines."""
     row = build("samsum", {**DATA, "answers": ["Ada bakes."]})
     assert scoring.score_row(row, reply) == 0.999999995
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_config(ModelConfig())[1]
 
 
 @pytest.mark.parametrize("given", parity.rows("longbench_v2"), ids=lambda given: given.get("reply", "prompt"))
