@@ -4,8 +4,6 @@ The user's file has a prompt in every line (`read`). `leank_train.replies` lets 
 and writes prompts with replies, which the task reads as `Request.data`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,15 +41,12 @@ class _Line(TypedDict):
 
 
 class Answered(TypedDict):
-    """A prompt, cut into its document and the rest, with the reply.
-
-    framed: whether the texts hold the chat template already.
-    """
+    """A prompt, cut into its document and the rest, with the reply."""
 
     context: NotBlank
     question: str
     reply: NotBlank
-    framed: bool
+    framed: bool  # whether the texts hold the chat template already
 
 
 _LINE, _ANSWERED = TypeAdapter(_Line), TypeAdapter(Answered)

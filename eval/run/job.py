@@ -57,15 +57,13 @@ class CellBatch:
 
 @dataclass(frozen=True)
 class Job:
-    """The plan of one run; it knows which rows the run is to have, and makes those that are missing.
-
-    by_cell: the methods of a cell whose settings differ there (eval.run.matched); other cells take `methods`.
-    """
+    """The plan of one run; it knows which rows the run is to have, and makes those that are missing."""
 
     model: ModelConfig
     methods: Sequence[Method]
     benchmark: Benchmark
     settings: Settings
+    # the methods of a cell whose settings differ there (eval.run.build.matched); other cells take `methods`
     by_cell: Mapping[Cell, Sequence[Method]] = field(default_factory=dict)
 
     def config(self, method: Method, task: str, specials: str | None = None) -> RowSettings:

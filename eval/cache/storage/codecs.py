@@ -81,12 +81,9 @@ class Codec(ABC):
 
 
 class BandCodec(Codec):
-    """K and V in pages of 64 tokens, in which each head stores K in bands: channels that a codec of its own encodes.
+    """K and V in pages of 64 tokens, in which each head stores K in bands: channels that a codec of its own encodes."""
 
-    group: tokens that are encoded together, a divisor of 64
-    """
-
-    group: int = 1
+    group: int = 1  # tokens that are encoded together, a divisor of 64
 
     @abstractmethod
     def bands(self, head: int, channels: int) -> Sequence[tuple[PageCodec, int]]:
