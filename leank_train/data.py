@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from leank.backbone import Backbone
-from leank.data_gen.request import HELD_OUT as HELD_OUT
-from leank.data_gen.sample import Document
+from leank.data_gen.task import HELD_OUT as HELD_OUT
+from leank.data_gen.task import Document
 from leank.data_gen.tasks import Mixture
 
 

@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Document
-from leank.data_gen.task import Task
+from leank.data_gen.task import Document, Request, Task
 from leank.data_gen.tasks.chain import Chain
 from leank.data_gen.tasks.few_shot import FewShot
 from leank.data_gen.tasks.niah import Niah
@@ -116,10 +114,7 @@ class Mixture:
         return rng.randint(self.min_length, self.max_length)
 
     def __getitem__(self, index: int) -> Document:
-        """Make document number `index`.
-
-        Raises ValueError if its length is too short for its task, IndexError for an index below 0.
-        """
+        """Make document number `index`. Raises ValueError for a length too short, IndexError for one below 0."""
         if index < 0:
             raise IndexError(f"index={index}: documents are numbered from 0")
         rng = random.Random(f"mixture/{self.seed}/{index}")

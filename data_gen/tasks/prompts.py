@@ -4,8 +4,6 @@ The user's file has a prompt in every line (`read`). `leank_train.replies` lets 
 and writes prompts with replies, which the task reads as `Request.data`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +18,7 @@ from typing_extensions import TypedDict
 
 from leank.data_gen.amount import amount
 from leank.data_gen.reading import NotBlank, read_text
-from leank.data_gen.request import HELD_OUT, Draft, Request
-from leank.data_gen.sample import Question
-from leank.data_gen.task import Task
+from leank.data_gen.task import HELD_OUT, Draft, Question, Request, Task
 
 REPLY = 128  # tokens of a reply, at most
 LEAST = 10  # prompts: every tenth is held out
@@ -45,15 +41,12 @@ class _Line(TypedDict):
 
 
 class Answered(TypedDict):
-    """A prompt, cut into its document and the rest, with the reply.
-
-    framed: whether the texts hold the chat template already.
-    """
+    """A prompt, cut into its document and the rest, with the reply."""
 
     context: NotBlank
     question: str
     reply: NotBlank
-    framed: bool
+    framed: bool  # whether the texts hold the chat template already
 
 
 _LINE, _ANSWERED = TypeAdapter(_Line), TypeAdapter(Answered)

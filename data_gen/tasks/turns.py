@@ -1,12 +1,9 @@
 """Several turns: a question about a document on which others have been asked, and answered, before."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field, replace
 
-from leank.data_gen.request import Request
-from leank.data_gen.task import LaidOut, Layout
+from leank.data_gen.task import LaidOut, Layout, Request
 from leank.data_gen.tasks.niah import Niah
 
 
@@ -23,7 +20,6 @@ class Turns(LaidOut):
     max_new_tokens: int = 128
 
     def layout(self, request: Request, rng: random.Random) -> Layout:
-        """See `LaidOut.layout`."""
         made = self.of.layout(request, rng)
         before, asked = "", []
         for one in made.questions:
@@ -32,5 +28,4 @@ class Turns(LaidOut):
         return replace(made, questions=tuple(asked))
 
     def step(self, request: Request) -> int:
-        """See `Task.step`."""
         return self.of.step(request)

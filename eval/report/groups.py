@@ -1,7 +1,5 @@
 """Which rows belong together (those of one run, of one method, of one sample), and a run's rows as one DataFrame."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -139,7 +137,6 @@ def frame(rows: Sequence[ResultRow]) -> pd.DataFrame:
 
 
 def _line(row: ResultRow, method: str) -> dict[str, Any]:
-    """Return a row's line of `frame`."""
     near: Mapping[str, Any] = row["fidelity"] or {}
     held = row["cache_bytes"]
     broken = near.get("non_finite") is not None
@@ -169,10 +166,7 @@ def _line(row: ResultRow, method: str) -> dict[str, Any]:
 
 
 def paired(table: pd.DataFrame, first: str, second: str) -> pd.DataFrame:
-    """Return a line for every sample that both methods have, in the order of `second`.
-
-    table: of `frame`. The columns of the first method end in _first, those of the second in _second.
-    """
+    """Return a line for every sample of both methods, in the order of `second`; columns end in _first and _second."""
     a, b = (table[table["method"] == name] for name in (first, second))
     return b.merge(a, on=SAMPLE, suffixes=("_second", "_first"))
 

@@ -40,18 +40,14 @@ WIDE = 8  # columns; a LaTeX table of more is scaled to the width of the text
 
 @dataclass
 class Table:
-    """A table with its heading; `note` stands below it.
-
-    cells: texts; the first column names the lines.
-    shades: points from dense by (line, column), which colour a cell of the page.
-    published: how many of the last lines are figures that a paper printed.
-    """
+    """A table with its heading; `note` stands below it."""
 
     title: str
-    cells: pd.DataFrame
+    cells: pd.DataFrame  # texts; the first column names the lines
     note: str = ""
+    # points from dense by (line, column), which colour a cell of the page
     shades: Mapping[tuple[int, int], float] | None = None
-    published: int = 0
+    published: int = 0  # how many of the last lines are figures that a paper printed
 
     @classmethod
     def of(

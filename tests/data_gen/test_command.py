@@ -12,8 +12,7 @@ from datasets import load_from_disk
 from leank.data_gen import haystack, reading
 from leank.data_gen.__main__ import main, write
 from leank.data_gen.amount import amount
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Sample
+from leank.data_gen.task import Request, Sample
 from leank.data_gen.tasks import TASKS, task
 from leank.data_gen.tasks.chain import Chain
 from leank.data_gen.tasks.niah import Niah

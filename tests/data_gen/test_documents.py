@@ -12,8 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from leank.data_gen.chat import prompt, rendered, template, template_tokens
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Document
+from leank.data_gen.task import Document, Request
 from leank.data_gen.tasks import TASKS, Mixture
 from leank.data_gen.tasks.chain import Chain
 from leank.data_gen.tasks.niah import Niah

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leank.data_gen.request import HELD_OUT, Request
-from leank.data_gen.sample import Document
+from leank.data_gen.task import HELD_OUT, Document, Request
 from leank.data_gen.tasks import TASKS, Mixture
 from leank.data_gen.tasks import prompts as made
 from leank.data_gen.tokens import TokenCounter

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from leank.eval.benchmarks import from_files
 from leank.eval.benchmarks.babilong import BabiLong
+from leank.eval.benchmarks.base import score_row
 from leank.eval.benchmarks.gsm_infinite import GsmInfinite
 from leank.eval.benchmarks.infinitebench import InfiniteBench
 from leank.eval.benchmarks.longbench import LongBench
 from leank.eval.benchmarks.longbench_v2 import LongBenchV2
 from leank.eval.benchmarks.math500 import Math500
 from leank.eval.benchmarks.mmlu import Mmlu
-from leank.eval.benchmarks.scoring import score_row
 from tests.helpers.benchmark_lines import (
     BABI,
     CHOICE,

@@ -8,10 +8,9 @@ import torch
 
 from leank.data_gen.haystack import paragraphs
 from leank.eval.__main__ import run
-from leank.eval.benchmarks.base import Cell
+from leank.eval.benchmarks.base import Cell, score_row
 from leank.eval.benchmarks.multi_turn import MultiTurn
 from leank.eval.benchmarks.ruler import Ruler
-from leank.eval.benchmarks.scoring import score_row
 from leank.eval.benchmarks.text import Text
 from leank.eval.inference.models import ModelConfig, load_config, load_model
 from leank.eval.inference.prompts import encode, encode_turns

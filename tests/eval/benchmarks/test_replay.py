@@ -10,8 +10,7 @@ import pytest
 from leank.data_gen.gsm.infinite import realistic
 from leank.data_gen.gsm.symbolic import symbolic
 from leank.eval.benchmarks import infinitebench, mmlu, niah
-from leank.eval.benchmarks.base import benchmarks
-from leank.eval.benchmarks.scoring import score_row
+from leank.eval.benchmarks.base import benchmarks, score_row
 from leank.eval.inference.models import ModelConfig, load_model
 from leank.eval.report import write_report
 from leank.eval.rows.results import Results, read

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from leank.eval.benchmarks import gsm_infinite, math500, mmlu, niah
-from leank.eval.benchmarks.infinitebench import assets
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import score_row
+from leank.eval.benchmarks.base import Row, score_row
+from leank.eval.benchmarks.infinitebench import OFFICIAL
 from leank.eval.metrics import math_equal
 from tests import ROOT
 from tests.helpers import parity
@@ -226,7 +225,7 @@ GRADERS: dict[str, Callable[[str], object]] = {
     **{f"longbench {task}": scorer("longbench", task, answer) for task, answer in LONGBENCH_ANSWERS.items()},
     **{
         f"infinitebench {task}": scorer("infinitebench", task, *INFINITEBENCH_LABELS.get(task, ["the cat"]))
-        for task in assets()["max_new_tokens"]
+        for task in OFFICIAL["max_new_tokens"]
     },
 }
 

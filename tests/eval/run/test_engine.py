@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.base import Row
 from leank.eval.cache import compressed_cache
 from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.graph import DecodeLoop, capturable

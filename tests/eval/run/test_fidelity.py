@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.base import Row
 from leank.eval.cache import CompressedLayer
 from leank.eval.inference import decode
 from leank.eval.inference.prefill import pad_left
