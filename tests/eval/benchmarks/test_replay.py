@@ -83,7 +83,7 @@ SETTINGS = {
         *("benchmark.depths=3", "benchmark.samples=2"),
     ),
     "helmet": (
-        *("benchmark.path={data}", "benchmark.tasks=[json_kv,nq,trec_coarse]", "benchmark.lengths=[8k]"),
+        *("benchmark.path={data}", "benchmark.tasks=[json_kv,trec_coarse]", "benchmark.lengths=[8k]"),
         "benchmark.samples=1",
     ),
     "math500": ("benchmark.path={data}",),
