@@ -7,8 +7,6 @@ hull of losses over bytes are ever taken. A head begins empty. Its first move ta
 widths as have the highest gain together, because V is paid for as soon as one block is kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -20,14 +18,11 @@ from leank.precision import GROUP, KEY_BITS, ROOM, VALUE_BITS, WHOLE, Precision,
 
 
 class Move(NamedTuple):
-    """A step to a larger width: loss saved per bit, bits of a token that it costs, what becomes wider, and its width.
+    """A step to a larger width."""
 
-    unit: number of the block in its head, or -1 for V.
-    """
-
-    gain: float
-    cost: float
-    unit: int
+    gain: float  # loss saved per bit
+    cost: float  # bits of a token
+    unit: int  # what becomes wider: number of the block in its head, or -1 for V
     width: int
 
 
@@ -65,10 +60,8 @@ def allocate(
     if not all(torch.isfinite(losses).all() for losses in (keys, values, empty)):
         raise ValueError("the losses of widths hold NaN or infinite numbers; calibrate again")
     keys, values, empty = (losses.detach().double().cpu().flatten(0, 1) for losses in (keys, values, empty))
-    alike = (keys / keys.mean(1, keepdim=True).clamp(min=1e-300)).sum(-1)  # [L H, D]
-    order = alike.argsort(dim=-1, descending=True, stable=True)
-    blocks = keys.gather(1, order[..., None].expand_as(keys)).unflatten(1, (-1, align)).sum(2)  # [L H, D / align, 6]
-    found = [_of_head(*losses, align, dim) for losses in zip(blocks, values, empty.tolist(), strict=True)]
+    order, of_blocks = blocks(keys, align)
+    found = [_of_head(*losses, align, dim) for losses in zip(of_blocks, values, empty.tolist(), strict=True)]
     # sorting is stable, and the gains of a head fall: its moves stay in order
     whole = [(gain, cost, head, count) for head, (_, steps) in enumerate(found) for gain, cost, count in steps]
     whole.sort(key=lambda step: -step[0])
@@ -90,6 +83,42 @@ def allocate(
                     key_bits[head, order[head, move.unit * align : (move.unit + 1) * align]] = KEY_BITS[move.width]
         layouts.append(Precision(key_bits.view(layers, heads, dim), value_bits.view(layers, heads)))
     return layouts
+
+
+def blocks(keys: Tensor, align: int) -> tuple[Tensor, Tensor]:
+    """Put channels whose losses are alike into blocks, as `allocate` does; keys: [..., D, 6].
+
+    Returns the channels in the order of their blocks, int64 [..., D], and the blocks' losses, [..., D / align, 6].
+    """
+    alike = (keys / keys.mean(-2, keepdim=True).clamp(min=1e-300)).sum(-1)  # [..., D]
+    order = alike.argsort(dim=-1, descending=True, stable=True)
+    return order, keys.gather(-2, order[..., None].expand_as(keys)).unflatten(-2, (-1, align)).sum(-2)
+
+
+def gains(losses: Tensor, costs: Tensor) -> Tensor:
+    """Return the loss saved per bit by each next width along the lower convex hull, [..., W - 1], falling.
+
+    A width that the hull leaves out has the gain of the step across it; beyond the smallest loss a gain is 0.
+
+    losses: [..., W]; costs: [W], rising.
+    """
+    found = torch.zeros(losses[..., 1:].shape, dtype=torch.float64)
+    prices = costs.tolist()
+    for row, out in zip(losses.double().cpu().flatten(0, -2).tolist(), found.flatten(0, -2), strict=True):
+        for a, b in pairwise(hull(prices, row)):
+            out[a:b] = (row[a] - row[b]) / (prices[b] - prices[a])
+    return found
+
+
+def first_gains(of_blocks: Tensor, values: Tensor, empty: Tensor, align: int) -> Tensor:
+    """Return the loss saved per bit by the first step of each head, from no middle to the first layout on its hull.
+
+    of_blocks: [L, H, D / align, 6], values: [L, H, 5], empty: [L, H]; the result is like empty, 0 where nothing gains.
+    """
+    dim = of_blocks.shape[-2] * align
+    heads = zip(of_blocks.flatten(0, 1), values.flatten(0, 1), empty.flatten().tolist(), strict=True)
+    found = [max([0.0, *(gain for gain, _, _ in _of_head(*one, align, dim)[1][:1])]) for one in heads]
+    return torch.tensor(found, dtype=torch.float64).view(empty.shape)
 
 
 def check_align(head_dim: int, align: int) -> None:

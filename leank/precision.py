@@ -9,8 +9,6 @@ numbers as they are. A band has room for a multiple of `ROOM` channels, and so h
 a GPU reads whole words.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -54,10 +52,7 @@ class Precision:
         return self.key_bits > 0
 
     def token_bytes(self, itemsize: int = 2) -> tuple[Tensor, Tensor]:
-        """Bytes of a middle token's K and V in every head, float64 [L, H] each: codes, scales, zero points and room.
-
-        itemsize: bytes of a number in the model's dtype.
-        """
+        """Bytes of a middle token's K and V in every head, scales and room counted, float64 [L, H] each."""
         scales = 2 * itemsize / GROUP
 
         def room(at_least: int, below: int = WHOLE + 1) -> Tensor:

@@ -1,28 +1,31 @@
 """Learn a layout of bits: how many bits each channel of K, and each head's V, deserves under a budget of bytes.
 
-    minimise  d(H_full, H_stored(w)) + lambda * bytes(w)        over widths w [L, H, D + 1] in [0, 8], from 8 bits
+`closed_form` says what each width costs by itself, to second order. Learning corrects it: a block of K, the V of a
+head, and the drop of a head's middle cost the closed form's loss times a factor f, and
 
-H_stored is the student of `leank_train.forward.stored`, which reads the middle in w bits, and bytes(w) what the middle
-takes of dense's bytes. Lambda is steered so that bytes fall in a line to the lowest budget. A channel's bits are given
-up one width after the other. The share of the steps that a width has survived is its gain per byte, by which
-`leank.allocation` gives out the bytes of every budget. So the layouts of one run are nested.
+    minimise  d(H_full, H_stored(w(f, b))) / expected(b)        over factors f, from 1, at a budget b of each step
 
-`closed_form` has the same losses without learning: what each width costs by itself, to second order.
+where w(f, b) are the widths that the losses times f are worth at the budget b (reverse water-filling: what gains more
+per byte than a waterline is stored), H_stored is the student of `leank_train.forward.stored`, which reads the middle in
+w bits, and expected(b) is the closed form's loss at this budget. `leank.allocation` gives out the bytes of every budget
+by the losses times the mean of f over the last half of the steps.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import lightning as L
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from leank.allocation import allocate, key_costs, value_costs
+from leank.allocation import allocate, blocks, first_gains, gains, key_costs, value_costs
 from leank.backbone import Backbone
 from leank.head import LOGITS_AT_ONCE, Head
 from leank.mask import ChannelMask
-from leank.precision import GROUP, KEY_BITS, WHOLE, value_group
+from leank.precision import GROUP, KEY_BITS, VALUE_BITS, WHOLE, value_group
 from leank.shape import architecture
 from leank_train.data import HELD_OUT, Batch, collate
 from leank_train.forward.branching import Branch, Prefix, answer_positions
@@ -31,13 +34,20 @@ from leank_train.forward.hook import run_decoder
 from leank_train.forward.plan import Plan, to_device
 from leank_train.forward.stored import StoredPass, rounded, stored_student
 from leank_train.objective.distill import counted
+from leank_train.objective.steering import AUTO
 from leank_train.run_folder import Run
 from leank_train.running.progress import Meter
 from leank_train.settings import RunConfig
-from leank_train.stages import Stage1, read
+from leank_train.stages import PruningConfig, Stage, StageConfig, read
 
-LEARNED = 4  # widths above 0 that are learned: the first of KEY_BITS; 16 bits are no better than 8 by any measure
-FINEST = KEY_BITS[LEARNED]
+SPAN = 1.5  # factors lie between e^-SPAN and e^SPAN
+SOFT = (
+    1.5  # nats of gain per bit over which a width comes; one bit makes squared errors four times, so 1.4 nats, smaller
+)
+HIGHEST = 0.35  # budget of a step: with more bytes nothing is lost that could be learned from
+NOISE = 1e-4  # nats an answer token; differences below it are not worth learning
+RATE = 0.1  # of all steps together, if single documents moved alpha at random: the noise of the factors
+GOLDEN = 0.6180339887498949  # its multiples, modulo 1, fill [0, 1] evenly, however many there are
 DOCUMENTS, DRAWS = 16, 4  # of the closed form: documents, and labels drawn for each answer token
 
 
@@ -49,91 +59,147 @@ class Losses(NamedTuple):
     empty: Tensor
 
 
-class LayoutStage(Stage1):
-    """Learn widths: alpha [L, H, D + 1] in [0, 1] goes through the widths 0, 2, 3, 4 and 8 at equal distances."""
+class LayoutStage(Stage):
+    """Learn the factors f = e^(SPAN (2 alpha - 1)), [L, H, D / align + 2]: of every block of K, of V, and of the drop.
+
+    A width is *filled* from 0 to 1 as its gain, in nats, rises from SOFT / 2 below the waterline to SOFT / 2 above.
+    """
 
     path: Tensor
+    gains: Tensor
+    saved: Tensor
     costs: Tensor
+    steps: Tensor
+    order: Tensor
+    smallest: Tensor
+    empty: Tensor
 
-    def __init__(self, backbone: Backbone, *given: Any, **more: Any) -> None:
-        """Start at 8 bits everywhere; see `Stage`."""
-        layers, heads, dim = backbone.shape
-        super().__init__(backbone, *given, alpha=torch.ones(layers, heads, dim + 1), **more)
-        self.register_buffer("path", torch.zeros(*self.alpha.shape, LEARNED))  # the sum over the steps of `stays`
-        keys, values = key_costs()[: LEARNED + 1], torch.cat([torch.zeros(1), value_costs(dim)[:LEARNED]])
-        costs = torch.cat([keys.diff().expand(dim, -1), values.diff()[None]])
-        self.register_buffer("costs", costs.float(), persistent=False)  # [D + 1, LEARNED], bits of each next width
+    def __init__(
+        self, backbone: Backbone, config: StageConfig, pruning: PruningConfig, closed: Losses, **more: Any
+    ) -> None:
+        """Start at the losses of the closed form; see `Stage`."""
+        (layers, heads, dim), align = backbone.shape, pruning.align
+        if config.lr == AUTO:
+            config = replace(config, lr=RATE / max(1, config.steps) ** 0.5)
+        super().__init__(backbone, config, pruning, torch.full((layers, heads, dim // align + 2), 0.5), **more)
+        self.closed = Losses(*(losses.detach().double().cpu() for losses in closed))
+        keys, values, empty = self.closed
+        order, self.blocks = blocks(keys, align)
+        ends = len(KEY_BITS) - 2
+        of_keys, of_heads = gains(self.blocks, align * key_costs()), first_gains(self.blocks, values, empty, align)
+        # V has one width less than K; a head has one step, which pays for V in the fewest bits, and for one block
+        rest = F.pad(gains(values, value_costs(dim)), (0, 1)), F.pad(of_heads[..., None], (0, ends))
+        found = torch.cat([of_keys, torch.stack(rest, 2)], 2)
+        first = F.one_hot(of_keys[..., 0].argmax(-1), dim // align)[..., None].bool() & (of_keys == of_keys[..., :1])
+        paid = torch.where(first, of_keys.maximum(of_heads[..., None, None]), of_keys)
+        of_values = value_costs(dim)
+        costs = torch.stack(
+            [
+                *(align * key_costs().diff()).expand(dim // align, -1),
+                F.pad(of_values.diff(), (0, 1)),
+                F.pad(of_values[:1], (0, ends)),
+            ]
+        )
+        widths = torch.tensor([KEY_BITS, (*VALUE_BITS, WHOLE)]).diff()
+        widths = torch.stack([*widths[:1].expand(dim // align, -1), widths[1]])
+        for name, buffer in {
+            # of each next width, [L, H, D / align + 2, 5]: the logarithm of its gain, the loss that it saves; its bits
+            "gains": torch.cat([paid, found[:, :, -2:]], 2).clamp(min=1e-30).log().float(),
+            "saved": (found * costs).float(),
+            "costs": costs.float(),  # [D / align + 2, 5]
+            "steps": widths.float(),  # [D / align + 1, 5], bits of a number
+            "order": order,
+            "smallest": (self.blocks[..., 0].sum(-1) + values[..., 0]).float(),  # a head's loss at the smallest widths
+            "empty": empty.float(),
+            "path": torch.zeros_like(self.alpha.detach()),  # the sum of alpha over the last half of the steps
+        }.items():
+            self.register_buffer(name, buffer)
 
     @property
     def result(self) -> Tensor:
-        """The path, [L, H, (D + 1) * LEARNED]."""
-        return self.path.flatten(-2)
+        """The mean of alpha over the last half of the steps."""
+        return self.path
 
-    def fills(self) -> Tensor:
-        """Return which share of each next width is there, [L, H, D + 1, LEARNED], from the first to the last."""
-        return (self.alpha[..., None] * LEARNED - torch.arange(LEARNED, device=self.device)).clamp(0, 1)
+    def fills(self, waterline: Tensor) -> Tensor:
+        """Return which share of each next width is there, [L, H, D / align + 2, 5].
 
-    def stays(self) -> Tensor:
-        """Return the `fills`; those of K count only as far as their head has V, since a head keeps both or neither."""
-        fills = self.fills()
-        return torch.cat([fills[..., :-1, :] * fills[..., -1:, :1], fills[..., -1:, :]], -2)
+        waterline: the logarithm of a loss per bit; what gains more is stored.
+        """
+        factors = SPAN * (2 * self.alpha[..., None] - 1)
+        return ((self.gains + factors - waterline) / SOFT + 0.5).clamp(0, 1)
 
-    def stored(self) -> Tensor:
-        """Return the middle's share of dense's bytes, scales counted."""
-        heads, dim = self.alpha[..., 0].numel(), self.alpha.shape[-1] - 1
-        return (self.stays() * self.costs).sum() / (heads * 2 * dim * WHOLE)
+    def bytes(self, fills: Tensor) -> Tensor:
+        """Return the middle's share of dense's bytes, scales counted; a head keeps both K and V, or neither."""
+        bits = (fills * self.costs).sum(-1)
+        whole = bits[..., -1] + fills[..., -1, 0] * bits[..., :-1].sum(-1)
+        return whole.sum() / (2 * WHOLE * self.order.numel())
 
-    def penalty(self) -> Tensor:
-        """Return lambda times the bytes over those of 8 bits everywhere."""
-        return self.lam * self.stored() / self.most
+    def waterline(self, budget: float) -> Tensor:
+        """Return the waterline at which the middle has the bytes of a budget; its gradient keeps them."""
+        with torch.no_grad():
+            low, high = self.gains.new_tensor(-100.0), self.gains.new_tensor(100.0)
+            for _ in range(50):
+                line = (low + high) / 2
+                above = self.bytes(self.fills(line)) > budget
+                low, high = torch.where(above, line, low), torch.where(above, high, line)
+            near = 0.05 * SOFT
+            slope = (self.bytes(self.fills(high - near)) - self.bytes(self.fills(high + near))) / (2 * near)
+        found = self.bytes(self.fills(high))
+        return high + (found - found.detach()) / slope.clamp(min=1e-9)
 
-    @property
-    def most(self) -> float:
-        """Bytes of 8 bits everywhere, as a share of dense's."""
-        dim = self.alpha.shape[-1] - 1
-        return float(self.costs.sum() / (2 * dim * WHOLE))
+    def widths(self, fills: Tensor) -> Tensor:
+        """Return the widths of K and V in bits, and the shares of heads, [L, H, D + 2]."""
+        widths = (fills[..., :-1, :] * self.steps).sum(-1)
+        keys = widths[..., :-1].repeat_interleave(self.pruning.align, -1)
+        keys = torch.zeros_like(keys).scatter(-1, self.order, keys)
+        return torch.cat([keys, VALUE_BITS[0] + widths[..., -1:], fills[..., -1, :1]], -1)
 
-    def kept(self) -> Tensor:
-        """Return the bytes over those of 8 bits everywhere."""
-        return self.stored().detach() / self.most
+    def expected(self, fills: Tensor) -> Tensor:
+        """Return the closed form's loss, in nats an answer token."""
+        saved = (fills * self.saved)[..., :-1, :].sum((-1, -2))
+        share = fills[..., -1, 0]
+        return (share * (self.smallest - saved) + (1 - share) * self.empty).sum()
 
-    @property
-    def to_give_up(self) -> float:
-        """The share of the bytes of 8 bits that the lowest budget leaves out."""
-        return max(0.0, 1 - self.pruning.budgets[0] / self.most)
-
-    def trace(self) -> None:
-        """Take down which widths are there, after a step."""
-        self.path += self.stays().detach()
-
-    def finish(self) -> None:
-        """Make the path the share of steps in which each width was there."""
-        self.path /= max(1, self.config.steps)
-
-    def widths(self) -> Tensor:
-        """Return the widths, [L, H, D + 1] in bits."""
-        return self.fills() @ torch.tensor(KEY_BITS[: LEARNED + 1], device=self.device).diff().to(self.alpha)
+    def budget(self) -> float:
+        """Return the budget of this step, of which the logarithms lie evenly from the lowest budget to `HIGHEST`."""
+        low = self.pruning.budgets[0]
+        return low * (max(low, HIGHEST) / low) ** (self.trainer.global_step * GOLDEN % 1)
 
     def student(self, prefix: Prefix, question: Branch, batch: Batch, beta: Tensor | None) -> Tensor:
         """Return the student's rows of the answers, [R, N, hidden]."""
         assert beta is None
         return stored_student(
-            self.backbone.model, prefix, question, batch.answers.ids, batch.answers.lengths, self.widths(),
+            self.backbone.model, prefix, question, batch.answers.ids, batch.answers.lengths,
+            self.widths(self.fills(self.waterline(self.budget()))),
             sink=self.pruning.sink, window=self.pruning.window, empty_heads=self.config.empty_heads,
         )  # fmt: skip
 
     def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:
-        """Return the loss of one batch, and the share of dense's bytes that it stores."""
-        return {**super().training_step(batch, index), "bytes": self.stored().detach()}
+        """Return the loss of one batch over what the closed form expects, and the share of dense's bytes."""
+        found = super().training_step(batch, index)
+        with torch.no_grad():
+            fills = self.fills(self.waterline(self.budget()))
+            expected = self.expected(fills).clamp(min=0) + NOISE
+        return {**found, "loss": found["loss"] / expected, "bytes": self.bytes(fills).detach()}
+
+    def optimizer_step(self, *given: Any, **more: Any) -> None:
+        """Make a step, and take down where alpha is in the last half of them."""
+        late = 2 * (self.trainer.global_step + 1) > self.config.steps
+        super().optimizer_step(*given, **more)
+        self.path += late * self.alpha.detach()
+
+    def finish(self) -> None:
+        """Make the path a mean."""
+        self.path /= max(1, self.config.steps - self.config.steps // 2)
 
     def losses(self) -> Losses:
-        """Return losses whose gain per byte, from one width to the next, is the share of steps that width was there."""
-        lost = (self.path * self.costs).double().cpu()
-        left = lost.flip(-1).cumsum(-1).flip(-1)  # [L, H, D + 1, LEARNED], at all but the last width
-        zeros = torch.zeros(*left.shape[:-2], 1)
-        keys = torch.cat([left[..., :-1, :], zeros[..., None].expand(*left.shape[:-2], left.shape[-2] - 1, 2)], -1)
-        values = torch.cat([left[..., -1, 1:], zeros, zeros], -1)
-        return Losses(keys, values, left[..., 0].sum(-1))
+        """Return the closed form's losses times the factors; the channels of a block have equal ones."""
+        factors = (SPAN * (2 * self.path - 1)).exp().double().cpu()
+        _, values, empty = self.closed
+        align, order = self.pruning.align, self.order.cpu()[..., None].expand_as(self.closed.keys)
+        of_channels = (self.blocks / align * factors[..., :-2, None]).repeat_interleave(align, -2)
+        keys = torch.zeros_like(self.closed.keys).scatter(-2, order, of_channels)
+        return Losses(keys, values * factors[..., -2, None], empty * factors[..., -1])
 
 
 class CalibrationPass(StoredPass):
@@ -194,7 +260,7 @@ def _second_order(
 ) -> None:  # fmt: skip
     """Add what the widths cost on one document to the losses."""
     model, pruning, answers, (keys, values, empty) = backbone.model, config.pruning, batch.answers, losses
-    whole = torch.full((*keys.shape[:2], keys.shape[2] + 1), float(WHOLE), device=keys.device)
+    whole = torch.full((*keys.shape[:2], keys.shape[2] + 2), float(WHOLE), device=keys.device)
     positions, k_positions = answer_positions(question, answers.ids, answers.lengths)
     state = CalibrationPass(
         prefix, question, positions, k_positions, whole, pruning.sink, pruning.window, "zero"

@@ -4,8 +4,8 @@ A number x of the middle counts as Q(x) = x + e, where e is what rounding to its
 zero point, `leank.eval.cache.storage.quantised`). Widths may be real numbers, so that they can be learned: between two
 widths b < w of the grid, e is that of b, times (2^b - 1) / (2^w - 1), by which the step of the levels is smaller. Below
 the smallest width, a key's channel fades: Eq. 1 scales it by alpha = w / 2, to its mean where `Prefix.center_` has
-subtracted one. A head whose V is below the smallest width fades as a whole: its middle's weights before the softmax are
-multiplied by w / 2, and at 0 it has no middle, as an empty head.
+subtracted one. A head may be there in part, by a share of 0 to 1: its middle's weights before the softmax are
+multiplied by the share, and at 0 it has no middle, as an empty head.
 
 So at widths of the grid the student is what a cache does, and each width has a gradient. Nothing is drawn at random.
 """
@@ -27,7 +27,7 @@ from leank_train.forward.hook import run_decoder
 from leank_train.forward.plan import Plan, to_device
 
 LEAST = VALUE_BITS[0]  # the smallest width that is stored
-CLOSED = 1e-3  # of the middle's weight: what a head whose V has width 0 still sees in training
+CLOSED = 1e-3  # of the middle's weight: what a head with a share of 0 still sees in training
 SPARE = 8  # channels beside a head's own, of which one has the logarithm of the middle's weight; 8 keep lines aligned
 NO_FLASH = 2**62  # keys; the flash kernel takes no more channels in K than in V
 
@@ -69,7 +69,7 @@ class StoredPass(ScaledPass):
     documents begin behind the sink, as in a cache, those of questions and answers at their own first token. Padding
     counts as the first key, so that it widens no cell.
 
-    widths: real [L, H, D + 1], of the channels of K, and of V.
+    widths: real [L, H, D + 2], of the channels of K, and of V; then the head's share.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class StoredPass(ScaledPass):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of this layer's rows, [R, Hq, n, D]."""
         keys, values = self.parts(layer, k, v)
-        of_keys, of_values = self.widths[layer][:, :-1], self.widths[layer][:, -1:]  # [H, D], [H, 1]
-        weight = 1 - (1 - CLOSED) * (1 - (of_values / LEAST).clamp(max=1))  # exactly 1 for a head that is stored
+        of_keys, share = self.widths[layer][:, :-2], self.widths[layer][:, -1:]  # [H, D], [H, 1]
+        weight = 1 - (1 - CLOSED) * (1 - share)  # exactly 1 for a head that is stored
         # the last spare channels are 0; the first one adds log(weight) to the logits of the middle
         extra = F.pad(weight.log() / scale, (0, SPARE - 1))
         alpha = torch.cat([(of_keys / LEAST).clamp(max=1), extra], -1)
@@ -104,9 +104,9 @@ class StoredPass(ScaledPass):
 
     def middle(self, layer: int, part: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a part as they are stored."""
-        first, widths = self.first(part), self.widths[layer][:, None]  # [H, 1, D + 1]
-        behind = stored(self.branches(part, k)[..., first:, :], widths[:, None, :, :-1], GROUP).flatten(2, 3)
-        v = stored(v.mT, widths[..., -1:], value_group(v.shape[-1])).mT
+        first, widths = self.first(part), self.widths[layer][:, None]  # [H, 1, D + 2]
+        behind = stored(self.branches(part, k)[..., first:, :], widths[:, None, :, :-2], GROUP).flatten(2, 3)
+        v = stored(v.mT, widths[..., -2:-1], value_group(v.shape[-1])).mT
         return (torch.cat([k[:, :, :first], behind], 2) if first else behind), v
 
     def first(self, part: int) -> int:
@@ -123,7 +123,7 @@ def stored_student(
     model: PreTrainedModel, prefix: Prefix, question: Branch, answer_ids: Tensor, lengths: Sequence[int] | Tensor,
     widths: Tensor, *, sink: int, window: int, empty_heads: str,
 ) -> Tensor:  # fmt: skip
-    """Run the answer tokens over a middle at real widths, [L, H, D + 1]; the rest is as in `branching.student`.
+    """Run the answer tokens over a middle at real widths, [L, H, D + 2]; the rest is as in `branching.student`.
 
     Raises ValueError for documents that several processes share.
     """
@@ -136,5 +136,6 @@ def stored_student(
 
 
 def widths_of(precision: Precision) -> Tensor:
-    """Return the widths [L, H, D + 1] of a layout, uint8; a student with `empty_heads="drop"` is then as deployed."""
-    return torch.cat([precision.key_bits, precision.value_bits[..., None]], -1)
+    """Return the widths [L, H, D + 2] of a layout, uint8; a student with `empty_heads="drop"` is then as deployed."""
+    heads = precision.value_bits, torch.ones_like(precision.value_bits)  # K without bits drops a middle by itself
+    return torch.cat([precision.key_bits, torch.stack(heads, -1)], -1)

@@ -282,14 +282,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["layers", "packed", "layouts"])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--shapes", type=int, nargs="+", default=range(len(SHAPE_LIST)),
-                        help=f"layers: which of the {len(SHAPE_LIST)} shapes, from 0; default all")  # fmt: skip
     parser.add_argument("--step", type=int, help="every so many layers; default: layers 1, packed 8")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="packed, layouts: of the batch")
     parser.add_argument(
         "--contexts", type=int, nargs="+", default=[4096, 16384, 32768], help="layouts: tokens of a row"
     )
-    parser.add_argument("--bits", type=int, nargs="+", choices=list(PACKINGS), default=list(PACKINGS), help="packed")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise SystemExit("these measurements need a CUDA device")
@@ -297,8 +294,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(device_name(), "torch", torch.__version__)
     if args.action == "layers":
         table = Table(args.out / "attention.csv", ("shape", "layer", "method"))
-        for index in args.shapes:
-            layers(SHAPE_LIST[index], table, args.step or 1)
+        for shape in SHAPE_LIST:
+            layers(shape, table, args.step or 1)
     elif args.action == "layouts":
         table = Table(args.out / "layouts.csv", ("batch", "context", "method"))
         for context, batch in product(args.contexts, args.rows):
@@ -310,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         table, keep = Table(args.out / "packed.csv", ("batch", "method", "bits")), SHAPE_LIST[0].keep()
         keep = keep[:: args.step or 8]
-        cases = [("dense", 16, torch.ones_like(keep[:1])), *(("LeanK", bits, keep) for bits in args.bits)]
+        cases = [("dense", 16, torch.ones_like(keep[:1])), *(("LeanK", bits, keep) for bits in PACKINGS)]
         for batch in args.rows:
             for method, bits, masks in cases:
                 row: Record = {"batch": batch, "method": method, "bits": bits}

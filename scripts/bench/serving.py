@@ -10,7 +10,9 @@
     python -m scripts.bench.serving same OUT               # the table of what OUT holds
     python -m scripts.bench.serving load http://127.0.0.1:8000 --requests 500
     python -m scripts.bench.serving offline OUT --at-once 1 8 64 256 --lengths 2048 65536
+    python -m scripts.bench.serving offline OUT --seconds 600 --cancel 0.4   # again and again, for ten minutes
     python -m scripts.bench.serving speed OUT --batches 1x4096 64x4096 8x32768
+    python -m scripts.bench.serving speed OUT --stock --kv-cache-dtype fp8   # without the mask, K and V in 8 bits
 
 They run in an environment with vLLM (`make vllm-test` makes one), not in the one of the other benchmarks.
 
@@ -21,7 +23,8 @@ load  streamed requests on a running `vllm.entrypoints.openai.api_server`, some 
 offline
       a load on an engine in this process, one row per bound on the requests under way (`--stock` = without the mask).
       Requests arrive at random (Poisson), half of them behind a shared prefix, and some are cancelled. A fixed set of
-      prompts is asked before, during and after the load; a wrong reply is one that differs although the model was sure
+      prompts is asked before, during and after the load; a wrong reply is one that differs although the model was sure.
+      With `--seconds`, a bound has a load after the other, each with another seed and a row
 speed a row per batch of prompts that are sent at once: the time until the first of them has a token, and the median
       time of the steps in which all of them decode (`--stock` = without the mask)
 """
@@ -33,9 +36,11 @@ import asyncio
 import json
 import os
 import random
+import resource
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -180,7 +185,7 @@ def by_cache(model: PreTrainedModel, mask: ChannelMask, prompt: list[int], token
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Serve the requests in one way; returns replies and counts."""
-    prompts, tokens = requests(args.requests, args.seed)
+    prompts, tokens = requests(args.requests[0], args.seed)
     if args.variant == "cache":
         mask, loaded = ChannelMask.load(args.mask), backbone.load("reference", "float32", torch.device("cpu"))
         ends = backbone.eos_ids(loaded.model, loaded.tokenizer)
@@ -215,7 +220,10 @@ def compare(wanted: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 
 async def ask(session: ClientSession, model: str, draw: random.Random) -> str:
-    """Stream one reply, or hang up after some pieces of it; returns how it ended."""
+    """Stream one reply, or hang up after some pieces of it; returns how it ended.
+
+    Raises aiohttp.ClientError where the server does not answer.
+    """
     prompt = " ".join(draw.choices(WORDS, k=draw.randint(2, 300)))
     tokens, leave_after = draw.randint(2, 40), draw.choice([None, None, 0, 1, 5])
     body = {
@@ -229,13 +237,18 @@ async def ask(session: ClientSession, model: str, draw: random.Random) -> str:
             if leave_after is not None and pieces >= leave_after:
                 return "cancelled"
             if line.startswith(b"data: {"):
-                choice = json.loads(line[len(b"data: ") :])["choices"][0]
-                pieces, how = pieces + 1, choice["finish_reason"] or how
+                piece = json.loads(line[len(b"data: ") :])
+                if "choices" not in piece:  # the server says what went wrong
+                    return "error"
+                pieces, how = pieces + 1, piece["choices"][0]["finish_reason"] or how
     return f"finished by {how}" if how else "lost"
 
 
 async def gauges(session: ClientSession) -> dict[str, float]:
-    """The server's gauges of running and waiting requests and of pages held."""
+    """The server's gauges of running and waiting requests and of pages held.
+
+    Raises aiohttp.ClientError where the server does not answer.
+    """
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     async with session.get("/metrics") as reply:
         lines = (await reply.text()).splitlines()
@@ -246,7 +259,7 @@ async def gauges(session: ClientSession) -> dict[str, float]:
 
 
 async def load(url: str, count: int, seed: int) -> dict[str, object]:
-    """Send the load; returns counts of how requests ended, and the gauges afterwards."""
+    """Send the load; returns counts of how requests ended, and the gauges afterwards, if there is a server still."""
     import aiohttp
 
     draw, limit, begin = random.Random(seed), asyncio.Semaphore(AT_ONCE), time.monotonic()
@@ -256,14 +269,19 @@ async def load(url: str, count: int, seed: int) -> dict[str, object]:
 
         async def one(own: random.Random) -> str:
             async with limit:
-                return await ask(session, model, own)
+                try:
+                    return await ask(session, model, own)
+                except aiohttp.ClientError:
+                    return "not answered"
 
-        ends = await asyncio.gather(*(one(random.Random(draw.random())) for _ in range(count)))
-        seconds, held = time.monotonic() - begin, await gauges(session)
-        while any(held.values()) and time.monotonic() - begin - seconds < PATIENCE:
-            await asyncio.sleep(0.5)
+        ends = Counter(await asyncio.gather(*(one(random.Random(draw.random())) for _ in range(count))))
+        seconds, held = time.monotonic() - begin, {}
+        with suppress(aiohttp.ClientError):
             held = await gauges(session)
-    return {"requests": count, **Counter(ends), "seconds": round(seconds, 1), **held}
+            while any(held.values()) and time.monotonic() - begin - seconds < PATIENCE:
+                await asyncio.sleep(0.5)
+                held = await gauges(session)
+    return {"requests": count, **ends, "seconds": round(seconds, 1), **held}
 
 
 # offline
@@ -386,19 +404,24 @@ def departs(wanted: Asked, found: Asked) -> float | None:
     return next((lead(best) for ours, theirs, best in tokens if ours != theirs), None)
 
 
-def under_load(llm: Any, load: Load, seed: int = 0) -> dict[str, Any]:
-    """Put a load on an engine; returns its row of the table, with times in seconds."""
+def alone(llm: Any) -> list[Asked]:
+    """The probes, each asked when the engine has nothing else to do."""
+    probes = [Asked(prompt, REPLY, probe=True) for prompt in requests(PROBES, 1)[0]]
+    drive(llm, probes, 1)
+    return probes
+
+
+def under_load(llm: Any, load: Load, before: Sequence[Asked], seed: int = 0) -> dict[str, Any]:
+    """Put a load on an engine; returns its row of the table, with times in seconds.
+
+    before: the probes, as the engine answered them before any load
+    """
     scheduler, config = llm.llm_engine.engine_core.engine_core.scheduler, llm.llm_engine.vllm_config
     asked, prefixes = drawn(load, config.model_config.get_vocab_size(), seed)
-
-    def probes() -> list[Asked]:
-        return [Asked(prompt, REPLY, probe=True) for prompt in requests(PROBES, 1)[0]]
-
-    before, during, after = probes(), probes(), probes()
-    drive(llm, before, 1)
+    during, after = ([Asked(one.prompt, REPLY, probe=True) for one in before] for _ in range(2))
     drive(llm, [Asked(prefix, 1) for prefix in prefixes], 1)
     for i, one in enumerate(during):
-        one.due = asked[i * load.count // PROBES].due
+        one.due = asked[i * load.count // len(during)].due
     seconds = drive(llm, [*asked, *during], load.at_once)
     drive(llm, after, 1)
     splits = [departs(a, b) for found in (during, after) for a, b in zip(before, found, strict=True)]
@@ -417,8 +440,11 @@ def under_load(llm: Any, load: Load, seed: int = 0) -> dict[str, Any]:
         ),
         "pages held at the end": held, "replies compared": len(splits),
         "other replies": sum(gap is not None for gap in splits),
+        "largest lead where replies part": round(max([gap for gap in splits if gap is not None], default=0.0), 3),
         "wrong replies": sum(gap is not None and gap > SURE for gap in splits),
         "sure tokens": sum(lead(best) > SURE for one in before for best in one.logprobs),
+        "bytes on the device": torch.cuda.memory_allocated() if torch.cuda.is_available() else 0,
+        "most bytes of the process": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }  # fmt: skip
 
 
@@ -442,40 +468,71 @@ def _percentiles(values: list[float]) -> list[float]:
     return [round(float(x), 4) for x in torch.tensor(values).quantile(torch.tensor([0.5, 0.99]))] if values else []
 
 
-def loaded(args: argparse.Namespace) -> None:
-    """Print a row for each batch, or for each bound on the requests under way, and write it to OUT."""
+def form(args: argparse.Namespace) -> str:
+    """What is measured, as names of files say it: mask, stock, or stock with the dtype of its cache."""
+    return "_".join(
+        ["stock" if args.stock else "mask", *([] if args.kv_cache_dtype == "auto" else [args.kv_cache_dtype])]
+    )
+
+
+def batches(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """The batches of `speed`: (requests, tokens of a prompt) each."""
+    return [(int(count), int(length)) for count, length in (batch.split("x") for batch in args.batches)]
+
+
+def loads(args: argparse.Namespace) -> list[Load]:
+    """The loads of `offline`, one per bound on the requests under way."""
     shortest, longest = args.lengths
-    batches = [tuple(map(int, batch.split("x"))) for batch in args.batches] if args.action == "speed" else []
-    longest = max([longest, *(length + STEPS + 2 * count * (1 + length // 512) for count, length in batches)])
-    settings = {
+    counts, rates = ([x[0]] * len(args.at_once) if len(x) == 1 else x for x in (args.requests, args.rate))
+    return [
+        Load(count, at_once, rate, shortest, longest, args.reply, args.cancel)
+        for count, at_once, rate in zip(counts, args.at_once, rates, strict=True)
+    ]
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of `vllm.LLM` for `offline` and `speed`; what --settings says comes last."""
+    sent = batches(args) if args.action == "speed" else []
+    longest = max([args.lengths[1], *(length + STEPS + 2 * count * (1 + length // 512) for count, length in sent)])
+    return {
         "model": args.model, "dtype": args.dtype, "block_size": args.block_size, "skip_tokenizer_init": True,
+        "kv_cache_dtype": args.kv_cache_dtype,
         "max_model_len": max(longest, max(LENGTHS) + 512) + args.reply + REPLY,
-        "max_num_seqs": max([*args.at_once, *(count for count, _ in batches)]),
+        "max_num_seqs": max([*args.at_once, *(count for count, _ in sent)]),
         **json.loads(args.settings),
     }  # fmt: skip
-    llm = engine(None if args.stock else args.mask, **settings)
+
+
+def loaded(args: argparse.Namespace) -> None:
+    """Print a row for each batch, or for each bound on the requests under way, and write it to OUT."""
+    llm = engine(None if args.stock else args.mask, **settings(args))
     if not args.stock:
         check(llm)
-    form = "stock" if args.stock else "mask"
-    for count, length in batches:
-        speed(llm, 1, length)  # what the first step of a length compiles
-        row = json.dumps({"stock": args.stock, **speed(llm, count, length)})
-        (Path(args.where) / f"speed_{form}_{count}x{length}.json").write_text(row)
+    out, of = Path(args.where), {"stock": args.stock, "kv_cache_dtype": args.kv_cache_dtype}
+    step = llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
+    for count, length in batches(args) if args.action == "speed" else ():
+        speed(llm, 1, min(length, 2 * step + length % step))  # what the steps of such a prompt compile
+        row = json.dumps({**of, **speed(llm, count, length)})
+        (out / f"speed_{form(args)}_{count}x{length}.json").write_text(row)
         print(row, flush=True)
-    for at_once in args.at_once if args.action == "offline" else ():
-        load = Load(args.requests, at_once, args.rate, shortest, longest, args.reply, args.cancel)
-        row = json.dumps({"stock": args.stock, **under_load(llm, load, args.seed)})
-        (Path(args.where) / f"load_{form}_{at_once}.json").write_text(row)
-        print(row, flush=True)
+    before = alone(llm) if args.action == "offline" else []
+    for load in loads(args) if args.action == "offline" else ():
+        begin, seed = time.monotonic(), args.seed
+        with (out / f"load_{form(args)}_{load.at_once}.json").open("w") as file:
+            while seed == args.seed or time.monotonic() - begin < args.seconds:
+                row = json.dumps({**of, "seed": seed, **under_load(llm, load, before, seed)})
+                print(row, file=file, flush=True)
+                print(row, flush=True)
+                seed += 1
 
 
-def main() -> None:
-    """Command line; see the module's docstring."""
+def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of the command line, `argv` or those of this process; ends the process where they do not fit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["same", "load", "offline", "speed"])
     parser.add_argument("where", metavar="OUT|URL", help="load: of the server; else a folder")
     parser.add_argument("variant", nargs="?", choices=["cache", *VARIANTS], help="same")
-    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--requests", type=int, nargs="+", default=[200], help="offline: one, or one per --at-once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--block-size", type=int, default=32, help="of same, offline and speed")
     parser.add_argument("--dtype", default="float32", help="of same, offline and speed")
@@ -487,13 +544,31 @@ def main() -> None:
     parser.add_argument(
         "--batches", nargs="+", default=["1x1024", "4x1024"], help="speed: requests x tokens of a prompt"
     )
-    parser.add_argument("--rate", type=float, default=4, help="offline: requests that arrive in a second")
+    parser.add_argument(
+        "--rate", type=float, nargs="+", default=[4], help="offline: requests that arrive in a second, as --requests"
+    )
+    parser.add_argument("--seconds", type=float, default=0, help="offline: of loads with other seeds, per --at-once")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", help="offline, speed: of K and V in vLLM's cache, such as fp8 with --stock"
+    )
     parser.add_argument("--lengths", type=int, nargs=2, default=(512, 2048), help="offline: tokens of a prompt")
     parser.add_argument("--reply", type=int, default=64, help="offline: most tokens of a reply")
     parser.add_argument("--cancel", type=float, default=0.2, help="offline: share of requests")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    for name in ("requests", "rate"):
+        given = len(getattr(args, name))
+        if given != 1 and (args.action != "offline" or given != len(args.at_once)):
+            parser.error(f"--{name} has {given} values: give one, or with offline one per value of --at-once")
+    if args.kv_cache_dtype != "auto" and not args.stock:
+        parser.error(f"--kv-cache-dtype {args.kv_cache_dtype}: the cache of a mask has the model's dtype; add --stock")
+    return args
+
+
+def main() -> None:
+    """Command line; see the module's docstring."""
+    args = parsed()
     if args.action == "load":
-        print(json.dumps(asyncio.run(load(args.where, args.requests, args.seed))))
+        print(json.dumps(asyncio.run(load(args.where, args.requests[0], args.seed))))
         return
     out = Path(args.where)
     out.mkdir(parents=True, exist_ok=True)

@@ -250,15 +250,14 @@ def load(shape: str, device: torch.device, dtype: torch.dtype) -> PreTrainedMode
 
 
 def weights(shape: str, folder: Path) -> str:
-    """What the runs take as model.name; weights of the 8B shape are saved to `folder`, unless they are there."""
+    """What the runs take as model.name; weights of the 8B shape are saved to `folder`."""
     if shape == "reference":
         return shape
-    if not (folder / "tokenizer.json").exists():  # written last
-        model = llama8b("cuda")
-        model.save_pretrained(folder, max_shard_size="4GB")  # one shard at a time is copied to the host
-        backbones.load_tokenizer("reference").save_pretrained(folder)
-        del model
-        clear()
+    model = llama8b("cuda")
+    model.save_pretrained(folder, max_shard_size="4GB")  # one shard at a time is copied to the host
+    backbones.load_tokenizer("reference").save_pretrained(folder)
+    del model
+    clear()
     return str(folder.resolve())
 
 
@@ -291,7 +290,7 @@ def scaling(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     lengths, experiment = args.length, args.experiment or EXPERIMENT[args.shape]
     with tempfile.TemporaryDirectory() as scratch:
-        model = weights(args.shape, args.weights or Path(scratch, "weights"))
+        model = weights(args.shape, Path(scratch, "weights"))
         settings = [
             f"+experiment={experiment}", f"model.name='{model}'",
             "logger=none", "validation.samples=0", f"data.min_length={lengths[0]}", f"data.max_length={lengths[-1]}",
@@ -357,7 +356,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--experiment", help="of conf/train/experiment; default: that of the shape")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 4], help="scaling: processes of each run")
     parser.add_argument("--trainer", choices=SEVERAL, nargs="+", default=["ddp"], help="scaling: on several GPUs")
-    parser.add_argument("--weights", type=Path, help="scaling: folder that keeps the weights; 16 GB")
     parser.add_argument("--steps", type=int, default=20, help="scaling: timed steps of each run")
     parser.add_argument("--warm-up", type=int, default=4, help="scaling: steps before those")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="scaling: settings of the runs")

@@ -3,10 +3,12 @@
     python -m scripts.reference_model.pretrain tokenizer OUT
     python -m scripts.reference_model.pretrain train OUT --devices 4 --steps 20000
 
-and one with fewer and busier heads that knows natural text too (TEXT: see `scripts.reference_model.text`):
+and one with fewer and busier heads that knows text too. TEXT is a folder of .txt files, one document each, which
+the shipped paragraphs join; `text` writes its tokens to TEXT/train.npy, those of every twentieth document to
+TEXT/test.npy (uint16, an EOS behind each), and leaves every other document out of train.npy with `--every 2`:
 
     python -m scripts.reference_model.pretrain tokenizer OUT --vocabulary 8192 --text TEXT
-    python -m scripts.reference_model.text TEXT OUT
+    python -m scripts.reference_model.pretrain text OUT --text TEXT
     python -m scripts.reference_model.pretrain train OUT --recipe mixed --text TEXT --layers 6 --heads 4 --kv-heads 1 \
         --head-dim 128 --mlp 1536 --tokens 131072 --devices 2 --steps 9000
 
@@ -31,6 +33,7 @@ from torch import nn
 from torch.optim import AdamW
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from leank.data_gen import haystack
 from leank.tensor_files import read_checkpoint, write_checkpoint
 from scripts.reference_model.batches import (
     RECIPES,
@@ -41,10 +44,11 @@ from scripts.reference_model.batches import (
     collate,
     evaluation_rows,
 )
-from scripts.reference_model.text import documents
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 STATE = "state.pt"  # what an exact resume needs, in the folder of the run
+_TEST_SHARE = 20
+_SENTENCES = 500  # of the shipped paragraphs in a document
 _TEXT_ROWS = 32  # of held-out text, in an evaluation
 
 
@@ -52,8 +56,7 @@ def make_tokenizer(folder: Path, vocabulary: int = 4096, text: Path | None = Non
     """Byte-level BPE over the shipped text and word lists, and a quarter of `text`; digits are split one by one."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-    from leank.data_gen import haystack
-    from leank.data_gen.request import Request
+    from leank.data_gen.task import Request
     from leank.data_gen.tasks import TASKS
     from leank.data_gen.tokens import TokenCounter
 
@@ -85,6 +88,30 @@ def make_tokenizer(folder: Path, vocabulary: int = 4096, text: Path | None = Non
     )  # fmt: skip
     fast.save_pretrained(folder)
     print(f"tokenizer of {len(fast)} tokens in {folder}")
+
+
+def documents(folder: Path, split: str) -> list[str]:
+    """The documents of a split, "train" or "test", in a fixed order."""
+    files = sorted(folder.rglob("*.txt"))
+    mine = [file for i, file in enumerate(files, 1) if (i % _TEST_SHARE == 0) == (split == "test")]
+    shipped = haystack.sentences(None, split)
+    return [file.read_text(encoding="utf-8", errors="ignore") for file in mine] + [
+        " ".join(shipped[i : i + _SENTENCES]) for i in range(0, len(shipped), _SENTENCES)
+    ]
+
+
+def tokenize(folder: Path, text: Path, every: int) -> None:
+    """Write both splits of `text` in tokens of the folder's tokenizer; of training each n-th document."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for split in ("train", "test"):
+        texts, pieces = documents(text, split)[:: every if split == "train" else 1], []
+        for i in range(0, len(texts), 32):  # the encodings of all texts at once would take gigabytes
+            encoded = tokenizer.backend_tokenizer.encode_batch_fast(texts[i : i + 32], add_special_tokens=False)
+            pieces += [np.array([*e.ids, tokenizer.eos_token_id], dtype=np.uint16) for e in encoded]
+        ids = np.concatenate(pieces)
+        np.save(text / f"{split}.npy", ids)
+        size = sum(len(one.encode()) for one in texts)
+        print(f"{split}: {len(ids) / 1e6:.2f} M tokens, {size / len(ids):.2f} bytes per token")
 
 
 def make_model(tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> LlamaForCausalLM:
@@ -311,7 +338,7 @@ def record(out: Path, fabric: Fabric, **values: object) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("action", choices=["tokenizer", "train"])
+    parser.add_argument("action", choices=["tokenizer", "text", "train"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20_000)
@@ -326,7 +353,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--kv-heads", type=int, help="KV heads (default: half the query heads)")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--vocabulary", type=int, default=4096, help="tokens of a new tokenizer")
-    parser.add_argument("--text", type=Path, help="folder of natural text that `text` wrote")
+    parser.add_argument("--text", type=Path, help="folder of natural text")
+    parser.add_argument("--every", type=int, default=1, help="text: take each n-th document of training")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--warmup", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -341,7 +369,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    make_tokenizer(args.out, args.vocabulary, args.text) if args.action == "tokenizer" else train(args)
+    if args.action == "tokenizer":
+        make_tokenizer(args.out, args.vocabulary, args.text)
+    elif args.action == "text":
+        tokenize(args.out, args.text, args.every)
+    else:
+        train(args)
 
 
 if __name__ == "__main__":

@@ -114,6 +114,25 @@ class OracleLayer(DynamicLayer):
         return out
 
 
+class RoundingOracle(OracleLayer):
+    """An OracleLayer whose tokens are rounded where they lie when they enter the middle.
+
+    rounded: (head, k, v) -> k, v, each [n, D], the tokens of one head that enter together.
+    """
+
+    def __init__(self, keep, sizes, rounded):
+        super().__init__(keep, *sizes)
+        self.rounded = rounded
+
+    def leave(self, real, due):
+        for b, (first, n) in enumerate(zip(self.left, due, strict=True)):
+            moved = real[b].nonzero()[first : first + n, 0]
+            for h in range(len(self.keep)):
+                k, v = self.keys[b, h, moved], self.values[b, h, moved]
+                self.keys[b, h, moved], self.values[b, h, moved] = self.rounded(h, k, v)
+        super().leave(real, due)
+
+
 def oracle_cache(keep, sink, window, flush, expected=0, **by_layer):
     """by_layer: of each layer tokens, joins, values; see OracleLayer."""
     layers = [
@@ -175,6 +194,12 @@ def run(model, cache, ids, mask, new_tokens, attention, **options):
         ids, attention_mask=mask, max_new_tokens=new_tokens, min_new_tokens=new_tokens, past_key_values=cache, **options
     )
     return out.sequences, torch.stack(out.logits) if out.logits else None
+
+
+def compare(got, want):
+    """What two calls of `run` gave: the same tokens, and logits that differ by rounding alone."""
+    assert torch.equal(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1], rtol=1e-8, atol=1e-8)
 
 
 def left_padded(lengths, seed):

@@ -3,7 +3,7 @@
 import torch
 
 from leank.mask import ChannelMask
-from leank.precision import KEY_BITS, VALUE_BITS, Precision
+from leank.precision import KEY_BITS, ROOM, VALUE_BITS, Precision
 
 
 def layout(shape, seed, keys=KEY_BITS, values=VALUE_BITS):
@@ -19,3 +19,25 @@ def layout_mask(shape, seed, **layouts):
     """A mask with a layout at random."""
     precision = layout(shape, seed, **layouts)
     return ChannelMask(precision.keep, precision=precision)
+
+
+def random_losses(seed, heads=2, blocks=2):
+    """Random losses that fall with the width, of `blocks` blocks of equal channels in each head."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def falling(*shape):
+        steps = torch.rand(shape, generator=generator, dtype=torch.float64) ** 3
+        return steps.flip(-1).cumsum(-1).flip(-1) - steps[..., -1:]
+
+    scale = torch.rand(1, heads, blocks, 1, generator=generator, dtype=torch.float64) ** 4 + 1e-3
+    keys = (falling(1, heads, blocks, 6) * scale).repeat_interleave(ROOM, 2) / ROOM
+    empty = torch.rand(1, heads, generator=generator, dtype=torch.float64) * 3
+    return keys, falling(1, heads, 5) / 4, empty
+
+
+def loss_of(layout, keys, values, empty):
+    """The sum that `allocate` makes small."""
+    at = torch.tensor([KEY_BITS.index(b) for b in layout.key_bits.flatten().tolist()]).view_as(layout.key_bits)
+    v_at = torch.tensor([VALUE_BITS.index(b) for b in layout.value_bits.flatten().tolist()]).view_as(layout.value_bits)
+    kept = keys.gather(-1, at[..., None]).squeeze(-1).sum(-1) + values.gather(-1, v_at[..., None]).squeeze(-1)
+    return float(torch.where(layout.keep.any(-1), kept, empty).sum())

@@ -1,4 +1,4 @@
-"""ChannelMask: top-s% with alignment, files, and the two masks published with the paper."""
+"""Masks: their files and kinds, the scores they are made of, and the channels that RoPE pairs."""
 
 import json
 import math
@@ -12,12 +12,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import CohereConfig, Gemma3TextConfig, LlamaConfig, PhiConfig
 
+from leank.channel_scores import MeanScores, lowest_frequencies, query_key_scores, random_mask
 from leank.eval.cache.storage.channels import layer_masks
 from leank.eval.methods.channels.leank import LeanK
 from leank.mask import FORMAT, ROUNDINGS, ChannelMask, check_ratio
+from leank.rotary import mean_by_pair, rotary_pairs, rotates_halves
 from leank.tensor_files import write_tensors
+from leank_train.forward.branching import prefill
 from tests import ROOT
+from tests.conftest import tiny_model
+from tests.helpers.families import build, trained
 
 PUBLISHED = ROOT / "leank_train/assets/masks/published"
 scores = st.builds(
@@ -291,13 +297,6 @@ def test_means_come_back_from_the_file(tmp_path):
     assert torch.equal(read.mean_keys, MEANS)
 
 
-def test_a_mask_without_means_has_the_file_of_before(tmp_path):
-    ChannelMask(KEEP).save(tmp_path / "a.safetensors")
-    ChannelMask(KEEP, mean_keys=MEANS).with_means(None).save(tmp_path / "b.safetensors")
-    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
-    assert ChannelMask.load(tmp_path / "a.safetensors").mean_keys is None
-
-
 @pytest.mark.parametrize("means", [MEANS.double(), MEANS[:, :, :4].contiguous(), torch.full((2, 3, 8), torch.nan)])
 def test_means_that_do_not_fit_are_refused(tmp_path, means):
     with pytest.raises(ValueError, match="mean_keys"):
@@ -306,3 +305,87 @@ def test_means_that_do_not_fit_are_refused(tmp_path, means):
     write_tensors(tmp_path / "m.safetensors", {"keep": KEEP, "mean_keys": means}, header)
     with pytest.raises(ValueError, match=r"m\.safetensors.*mean_keys"):
         ChannelMask.load(tmp_path / "m.safetensors")
+
+
+def test_lowest_frequencies_keeps_whole_rotary_pairs():
+    model = tiny_model("qwen2")
+    mask = lowest_frequencies(model.config, 0.7)
+    frequencies = model.model.rotary_emb.inv_freq  # [D / 2]
+    kept = frequencies.argsort()[:1]  # int(4 * 0.3 + 0.5)
+    assert mask.keep.shape == (2, 2, 8)
+    assert mask.keep[1, 1].nonzero().flatten().tolist() == [int(kept), int(kept) + 4]
+    assert lowest_frequencies(model.config, 0.0).pruning_ratio == 0
+
+
+def test_random_mask_is_even_and_repeatable():
+    mask = random_mask((2, 3, 16), 0.7, seed=5)
+    assert (mask.channels_per_head == 5).all()
+    assert torch.equal(mask.keep, random_mask((2, 3, 16), 0.7, seed=5).keep)
+    assert not torch.equal(mask.keep, random_mask((2, 3, 16), 0.7, seed=6).keep)
+
+
+def test_mean_scores_need_finite_samples():
+    with pytest.raises(ValueError, match="no sample"):
+        MeanScores().mask(0.5)
+    broken = MeanScores()
+    broken.add(torch.ones(1, 2, 2, 4))
+    scores = torch.ones(1, 2, 2, 4)
+    scores[0, 1, 0, 3] = torch.inf
+    broken.add(scores)
+    with pytest.raises(ValueError, match="samples holds NaN or infinite scores in 1 of 4 KV heads, such as layer 1"):
+        broken.mask(0.5)
+
+
+def test_scores_of_a_half_precision_model_do_not_overflow():
+    queries, squares = torch.full((1, 4, 3, 2), 300.0, dtype=torch.float16), torch.ones(1, 2, 2)
+    assert query_key_scores(queries, squares, "squares").tolist() == [[[3 * 300.0**2] * 2] * 2]
+
+
+UNTURNED = ("cohere2", "exaone4")  # their first layer, of full attention, has no rotary positions
+
+
+@pytest.mark.parametrize("name", [name for name in trained() if name not in UNTURNED])
+def test_pairs_are_those_that_the_model_turns(name):
+    """Equal tokens have equal keys before RoPE, so after it a pair keeps its length and other channels do not move."""
+    model = build(name)
+    keys = prefill(model, torch.full((1, 40), 7), [40]).keys[0][0]  # [H, positions, D]
+    pairs = rotary_pairs(model.config)[0]
+    still = (keys - keys[:, :1]).abs().amax((0, 1)) < 1e-6
+    assert torch.equal(still, pairs < 0)
+    turns = []
+    for pair in range(int(pairs.max()) + 1):
+        low, high = (pairs == pair).nonzero().flatten().tolist()
+        turned = torch.complex(keys[..., low], keys[..., high])
+        torch.testing.assert_close(turned.abs(), turned.abs()[:, :1].expand(turned.shape))
+        step = turned[:, 1] / turned[:, 0]
+        turns.append(step.angle().abs().mean().item())
+        torch.testing.assert_close(step, step[:1].expand(step.shape))  # the same in every head
+    assert turns == sorted(turns, reverse=True)
+    if (pairs >= 0).all():
+        kept = lowest_frequencies(model.config, 0.5).keep[0, 0]
+        assert sorted(turns.index(turns[p]) for p in pairs[kept].unique()) == list(range(len(turns) // 2, len(turns)))
+
+
+def test_a_mean_by_pair_is_a_loop_over_channels():
+    values = torch.rand(2, 3, 8, dtype=torch.float64)
+    pairs = torch.tensor([[0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 0, 1, -1, -1, -1, -1]])
+    found = mean_by_pair(values, pairs)
+    for layer, pair in ((0, 0), (0, 3), (1, 1)):
+        of_pair = [values[layer, :, c].mean() for c in range(8) if pairs[layer, c] == pair]
+        assert found[layer, pair] == pytest.approx(float(sum(of_pair) / 2))
+    assert found[1, 2:].isnan().all()
+
+
+def test_layers_with_rope_of_their_own():
+    own = {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    config = Gemma3TextConfig(
+        num_hidden_layers=2, head_dim=8, layer_types=["full_attention", "sliding_attention"], rope_parameters=own
+    )
+    assert rotary_pairs(config).tolist() == [[0, 1, 0, 1, -1, -1, -1, -1], [0, 1, 2, 3, 0, 1, 2, 3]]
+    with pytest.raises(ValueError, match="needs a model that rotates all channels"):
+        lowest_frequencies(config, 0.5)
+    assert not rotates_halves(config)
+    assert [rotates_halves(one) for one in (LlamaConfig(), PhiConfig(), CohereConfig())] == [True, False, False]

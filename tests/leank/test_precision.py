@@ -93,15 +93,6 @@ def test_kept_channels_are_those_with_bits():
         ChannelMask(~precision.keep, precision=precision)
 
 
-def test_a_mask_without_a_layout_has_the_file_of_before(tmp_path):
-    keep = torch.rand(1, 2, 8) > 0.5
-    ChannelMask(keep).save(tmp_path / "a.safetensors")
-    header = {"format": FORMAT, "metadata": "{}"}
-    write_tensors(tmp_path / "b.safetensors", {"keep": keep}, header)
-    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
-    assert ChannelMask.load(tmp_path / "a.safetensors").precision is None
-
-
 @pytest.mark.parametrize("form", [FORMAT, LAYOUT_FORMAT])
 def test_a_file_whose_bits_and_format_differ_is_refused(tmp_path, form):
     precision, path = layout((1, 2, 8), 0), tmp_path / "m.safetensors"

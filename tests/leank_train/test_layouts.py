@@ -2,25 +2,29 @@
 
 import json
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from leank import backbone as backbones
-from leank.allocation import allocate
+from leank.allocation import allocate, blocks, first_gains, gains, key_costs, value_costs
 from leank.head import Head
 from leank.mask import ChannelMask
-from leank.precision import KEY_BITS, VALUE_BITS, Precision
+from leank.precision import KEY_BITS, ROOM, VALUE_BITS
+from leank.shape import DecoderShape
 from leank.typed import BadConfig
 from leank_train import layouts
 from leank_train.data import HELD_OUT, collate
 from leank_train.forward.stored import stored_student
-from leank_train.layouts import LEARNED, LayoutStage, closed_form
+from leank_train.layouts import LayoutStage, Losses, closed_form
 from leank_train.objective.kl import kl_loss
 from leank_train.settings import check
-from leank_train.stages import Stage, read
+from leank_train.stages import PruningConfig, Stage, StageConfig, read
 from leank_train.train import run
+from tests.conftest import tiny_model
+from tests.helpers.layouts import loss_of, random_losses
 from tests.helpers.tiny_run import at_step, killed, settings
 
 LAYOUTS = (
@@ -37,10 +41,11 @@ def finished(model_folder, tmp_path_factory):
     return out
 
 
-@pytest.fixture
-def stage(model_folder):
-    config = check(settings(model_folder, *LAYOUTS))
-    return LayoutStage(backbones.load(str(model_folder), "float32"), config.stage1, config.pruning)
+def stage_of(closed, budget=0.1):
+    """A stage that begins at losses of a closed form; the model is no part of it."""
+    shape, pruning = DecoderShape(*closed.keys.shape[:3]), PruningConfig(ratio=0.5, align=ROOM, bytes=budget)
+    backbone = SimpleNamespace(model=tiny_model("llama"), shape=shape)
+    return LayoutStage(backbone, StageConfig(steps=6, lr=0.1, lam="auto", objective="l2"), pruning, closed)
 
 
 def test_a_run_leaves_a_layout_for_every_budget(finished):
@@ -60,9 +65,9 @@ def test_a_run_leaves_a_layout_for_every_budget(finished):
     closed = ChannelMask.load(finished / "masks/closed_form.safetensors")
     assert closed.middle_bytes <= 0.3
     path = load_file(finished / "alpha.safetensors")["path"]
-    assert path.shape == (2, 2, 17, LEARNED)
-    assert (path[..., :-1] >= path[..., 1:]).all()  # a width is given up before the one below it
-    assert 0 < path.min() + path.max() <= 2
+    assert path.shape == (2, 2, 3)  # one block of K, V and the drop of each head
+    assert (path != 0.5).any()
+    assert ((path >= 0) & (path <= 1)).all()
 
 
 def test_the_same_command_again_does_no_step_and_gives_the_same(finished, model_folder, monkeypatch):
@@ -89,33 +94,90 @@ def test_without_steps_the_closed_form_gives_the_layouts(finished, model_folder,
     assert not (tmp_path / "masks/closed_form.safetensors").exists()
 
 
-def test_bytes_are_those_of_the_layout(stage):
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(5):
-        of_keys = torch.randint(0, LEARNED + 1, (2, 2), generator=generator)  # a block of 16 is a head here
-        of_values = torch.randint(1, LEARNED + 1, (2, 2), generator=generator)
-        at = torch.cat([of_keys[..., None].expand(2, 2, 16), of_values[..., None]], -1)
-        at[of_keys == 0] = 0  # a head keeps both or neither
-        stage.alpha.data = at / LEARNED
-        bits = torch.tensor(KEY_BITS, dtype=torch.uint8)[at]
-        torch.testing.assert_close(stage.widths().to(torch.uint8), bits)
-        precision = Precision(bits[..., :-1], bits[..., -1].clamp(min=VALUE_BITS[0]))
-        assert float(stage.stored().detach()) == pytest.approx(precision.middle_bytes, rel=1e-6)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_hard_waterline_is_what_allocate_gives(seed, monkeypatch):
+    """Where no width is filled in part, the student reads the layout of this budget, and bytes and loss are its own."""
+    monkeypatch.setattr(layouts, "SOFT", 1e-9)
+    closed = Losses(*random_losses(seed, heads=3, blocks=3))
+    stage = stage_of(closed).double()
+    stage.gains = exact_gains(stage, closed)
+    for budget in (0.15, 0.3, 0.45):
+        (layout,) = allocate(*closed, [budget], ROOM)
+        fills = stage.fills(stage.waterline(layout.middle_bytes + 1e-7)).round()
+        found = stage.widths(fills)
+        kept = layout.keep.any(-1)
+        assert torch.equal(found[..., -1] > 0, kept)
+        assert torch.equal(found[..., :-2][kept], layout.key_bits[kept].double())
+        assert torch.equal(found[..., -2][kept], layout.value_bits[kept].double())
+        assert float(stage.bytes(fills)) == pytest.approx(layout.middle_bytes, rel=1e-6)
+        assert float(stage.expected(fills)) == pytest.approx(loss_of(layout, *closed), rel=1e-5, abs=1e-6)
 
 
-def test_what_lasted_longest_is_stored_first(stage):
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(30):
-        stage.alpha.data = torch.rand(stage.alpha.shape, generator=generator)
-        stage.trace()
-    stage.path /= 30
-    losses = stage.losses()
-    gains = (losses.keys[..., :LEARNED] - losses.keys[..., 1 : LEARNED + 1]) / stage.costs[0].double()
-    torch.testing.assert_close(gains, stage.path[..., :-1, :].double())
-    assert (losses.keys[..., LEARNED] == 0).all()
-    whole = losses.keys[..., 0].sum(-1) + losses.values[..., 0] + stage.path[..., -1, 0] * stage.costs[-1, 0]
-    torch.testing.assert_close(losses.empty, whole.double())
-    allocate(*losses, [0.2])
+def exact_gains(stage, closed):
+    """The logarithms of the stage's gains in double: a stage has them in float32."""
+    of_blocks = blocks(closed.keys, ROOM)[1]
+    of_keys, of_values = gains(of_blocks, ROOM * key_costs()), gains(closed.values, value_costs(closed.keys.shape[2]))
+    of_heads = first_gains(of_blocks, closed.values, closed.empty, ROOM)
+    found = torch.zeros_like(stage.gains)
+    found[..., :-2, :], found[..., -2, :-1], found[..., -1, 0] = of_keys, of_values, of_heads
+    for head in range(found.shape[1]):  # the first step of a head pays for its first block, too
+        first = int(of_keys[0, head, :, 0].argmax())
+        for i in range(5):
+            if of_keys[0, head, first, i] == of_keys[0, head, first, 0]:
+                found[0, head, first, i] = max(of_heads[0, head], of_keys[0, head, first, i])
+    found = found.clamp(min=1e-30).log()
+    torch.testing.assert_close(stage.gains, found, rtol=1e-5, atol=1e-5)
+    return found
+
+
+@pytest.mark.parametrize("budget", [0.15, 0.3])
+def test_the_gradient_keeps_the_bytes(budget):
+    """What one factor gains the others lose: the widths' gradient is that of a waterline found anew."""
+    stage = stage_of(Losses(*random_losses(0, heads=3, blocks=3))).double()
+    with torch.no_grad():
+        stage.alpha += 0.02 * torch.randn(stage.alpha.shape, generator=torch.Generator().manual_seed(0))
+    fills = stage.fills(stage.waterline(budget))
+    assert float(stage.bytes(fills)) == pytest.approx(budget, abs=1e-6)
+    weights = torch.rand(stage.widths(fills).shape, generator=torch.Generator().manual_seed(1)).double()
+    (found,) = torch.autograd.grad((stage.widths(fills) * weights).sum(), stage.alpha, retain_graph=True)
+    (of_bytes,) = torch.autograd.grad(stage.bytes(fills), stage.alpha)
+    wanted, step = torch.zeros_like(found), 1e-6
+    for i in range(found.numel()):
+        ends = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                stage.alpha.view(-1)[i] += sign * step
+                ends.append((stage.widths(stage.fills(stage.waterline(budget))) * weights).sum())
+                stage.alpha.view(-1)[i] -= sign * step
+        wanted.view(-1)[i] = (ends[0] - ends[1]) / (2 * step)
+    assert float(of_bytes.abs().max()) < 0.02 * float(found.abs().max())
+    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02 * float(wanted.abs().max()))
+
+
+def test_factors_of_one_give_the_closed_form():
+    closed = Losses(*random_losses(3, heads=3, blocks=3))
+    stage = stage_of(closed)
+    stage.path.fill_(0.5)
+    for mine, layout in zip(allocate(*stage.losses(), [0.2, 0.4]), allocate(*closed, [0.2, 0.4]), strict=True):
+        assert torch.equal(mine.key_bits, layout.key_bits)
+        assert torch.equal(mine.value_bits, layout.value_bits)
+
+
+def test_a_larger_factor_gets_more_bytes():
+    closed = Losses(*random_losses(3, heads=3, blocks=3))
+    stage = stage_of(closed)
+    stage.path.fill_(0.5)
+    budgets = [0.15, 0.2, 0.3, 0.4]
+    before = allocate(*closed, budgets)
+    stage.path[0, 1] = 1.0
+    after = allocate(*stage.losses(), budgets)
+    spent = [[sum(x[0, 1] for x in layout.token_bytes()) for layout in found] for found in (before, after)]
+    assert all(a <= b for a, b in zip(*spent, strict=True))
+    assert sum(spent[0]) < sum(spent[1])
+    factor = torch.tensor(layouts.SPAN, dtype=torch.float64).exp()
+    torch.testing.assert_close(stage.losses().empty[0, 1], closed.empty[0, 1] * factor)
+    torch.testing.assert_close(stage.losses().keys[0, 1].sum(0), closed.keys[0, 1].sum(0) * factor)
+    torch.testing.assert_close(stage.losses().keys[0, 0].sum(0), closed.keys[0, 0].sum(0))
 
 
 def test_the_closed_form_predicts_what_is_measured(model_folder, monkeypatch):
@@ -128,11 +190,12 @@ def test_the_closed_form_predicts_what_is_measured(model_folder, monkeypatch):
     documents = config.mixture(backbone, per_length=config.data.documents)
     wholes = [collate(backbone, [documents[3 * HELD_OUT + i]]) for i in range(2)]
     predicted, measured = [], []
-    whole = torch.full((*losses.keys.shape[:2], losses.keys.shape[2] + 1), 16.0)
+    whole = torch.full((*losses.keys.shape[:2], losses.keys.shape[2] + 2), 16.0)
     for name, bits in (("empty", 0), ("keys", 8), ("keys", 4), ("values", 8), ("values", 4)):
         for head in range(2):
             widths = whole.clone()
-            widths[1, head, slice(-1, None) if name == "values" else slice(-1)] = bits
+            widths[..., -1] = 1
+            widths[1, head, -2 if name == "values" else slice(-2)] = bits
             found = 0.0
             for batch in wholes:
                 prefix, question, full = read(backbone.model, batch, "auto", None)

@@ -1,24 +1,48 @@
-"""One mechanism checks the settings of training and evaluation."""
+"""Settings of training and evaluation go through one mechanism; what cannot be right is named before training."""
 
 import hashlib
 import json
+import math
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
+import huggingface_hub
 import pytest
+import torch
 from annotated_types import Ge
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    StableLmConfig,
+)
+from transformers import StableLmForCausalLM as StableLm
 
 from leank import backbone
 from leank.eval.benchmarks.base import benchmarks
+from leank.eval.inference.models import ModelConfig, load_model
 from leank.eval.methods import REGISTRY, build_method, choice, choice_class
 from leank.eval.run.build import build_benchmark
+from leank.eval.run.replay import Replay
+from leank.tensor_files import read_checkpoint, write_checkpoint
 from leank.typed import BadConfig, Checked, Count, OneOf, Positive, Share, _adapters, typed
 from leank.wandb_log import LoggerConfig
-from leank_train import settings
+from leank_train.objective import distill
+from leank_train.settings import check
+from leank_train.stages import Stage
+from leank_train.train import run
+from tests import ROOT
+from tests.helpers import forked
 from tests.helpers.composed import training
+from tests.helpers.refusals import says
+from tests.helpers.tiny_run import VALIDATION, command, save_model, settings
 
 DIGESTS = {  # of methods whose rows are in use, under the default cache
     "iap": ({"channels": {"name": "iap", "ratio": 0.7}}, "6be27f10b9"),
@@ -153,19 +177,14 @@ def test_evaluation_refuses_nonsense(make, message):
     ("overrides", "message"),
     [
         (["+sead=3"], r"sead is no setting; did you mean seed\? There are model, data"),
-        (["stage1.lr=1e30"], r"stage1\.lr=1e\+30 must be"),
         (["++stage2.lam=inf"], r"stage2\.lam=inf must be"),
-        (["+model.overrides.rope_tetha=1"], r"model\.overrides\.rope_tetha is no setting"),
         (["data.tasks=3"], r"data\.tasks=3 must be"),
-        (["+trainer.gradient_clip_val=1"], r"trainer\.gradient_clip_val is no setting"),
         (["+logger._target_=os.system"], r"logger\._target_ is no setting"),
-        (["+data.question=1"], r"data\.question is no setting; did you mean questions\?"),
         (["++stage2.lam=auto"], "stage2.lam='auto' has no effect: only stage 1 has it; leave it out"),
         (["++stage2.l1=sum"], "stage2.l1='sum' has no effect: only stage 1 has it"),
         (["++stage1.straight_through=alpha_beta"], "stage1.straight_through='alpha_beta' has no effect: only stage 2"),
         (["stage1.l1=sum"], "stage1.l1='sum' and stage1.reduction='official' with stage1.lam='auto': .* fit means"),
         (["stage1.reduction=paper"], "stage1.reduction='paper' with stage1.lam='auto'"),
-        (["++stage1.objective=mse"], "stage1.objective='mse' must be"),
         (["trainer.sequence_parallel=2"], "trainer.sequence_parallel=2 needs several processes"),
         (["trainer.shard_weights=true"], "trainer.shard_weights=True needs several processes"),
         (["trainer=fsdp", "validation.samples=1"], "validation.samples=1: validation runs in one process"),
@@ -179,7 +198,7 @@ def test_evaluation_refuses_nonsense(make, message):
 )
 def test_training_refuses_nonsense(overrides, message):
     with pytest.raises(BadConfig, match=message):
-        settings.check(training("+experiment=reference_demo", *overrides))
+        check(training("+experiment=reference_demo", *overrides))
 
 
 @pytest.mark.parametrize("name", DIGESTS)
@@ -187,3 +206,229 @@ def test_digests_of_methods_are_those_of_rows_in_use(name):
     given, digest = DIGESTS[name]
     config = build_method(name, given, {"sink": 128, "window": 1024, "flush": 32}).config()
     assert hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:10] == digest
+
+
+PARTIAL = {
+    "head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+}  # fmt: skip
+
+
+BEFORE_TRAINING = {
+    "alignment": (["pruning.align=5"], [r"pruning\.align=5 does not divide head_dim=16", "use a divisor"]),
+    "window and sink": (
+        ["pruning.sink=100", "pruning.window=200"],
+        [r"sink \+ pruning\.window = 300 tokens", r"data\.min_length=300; lower pruning\.window=200 or raise data"],
+    ),
+    "window and sink of the validation": (
+        [*VALIDATION, "pruning.window=200", "validation.lengths=[150]"],
+        [r"validation\.lengths=150; lower pruning\.window=200"],
+    ),
+    "positions": (
+        ["data.max_length=513"], [r"data\.max_length=513 is beyond the 512 positions", "lower it, or extend the model"],
+    ),
+    "positions of the validation": (
+        [*VALIDATION, "validation.lengths=[384,640]"], [r"validation\.lengths=640 is beyond the 512 positions"],
+    ),
+    "missing weights": (
+        ["model.name=/nowhere/Llama-8B"],
+        [r"model\.name='/nowhere/Llama-8B'", "no such folder", r"\*\.safetensors", r"set model\.name=/path/to/Llama"],
+    ),
+    "no network": (["model.name=org/Llama-8B"], [r"model\.name='org/Llama-8B'", "no hub copy", "or log in to the hub"]),
+    "missing essays": (["data.essays=/nowhere.txt"], [r"essays='/nowhere\.txt' does not exist", "give a .txt"]),
+    "missing text": (
+        ["data.text=/nowhere.txt", "++data.tasks.text=1"], [r"data\.text='/nowhere\.txt' does not exist; give a .txt"],
+    ),
+    "text that nothing reads": (["data.text=a.txt"], [r"data\.text='a\.txt' has no effect", r"\+data\.tasks\.text=1"]),
+    "missing prompts": (
+        ["data.prompts=/nowhere", "++data.tasks.prompts=1"], [r"data\.prompts='/nowhere' does not exist; give a file"],
+    ),
+    "prompts that nothing reads": (["data.prompts=a"], [r"data\.prompts='a' has no effect", "take data=own_prompts"]),
+    "no prompts": (["++data.tasks.prompts=1"], [r"data\.tasks\.prompts=1.* reads prompts of yours: set data\.pro"]),
+    "no steps": (["stage1.steps=0", "stage2.steps=0"], ["nothing would be learned; give one"]),
+    "lengths": (["data.min_length=500"], [r"data\.min_length=500 is above data\.max_length=400"]),
+    # tasks
+    "unknown task": (["++data.tasks.vtt=1"], ["task='vtt' is unknown; choose one of .*multikey"]),
+    "unknown task of the validation": (
+        [*VALIDATION, "validation.tasks=[niah]"], ["task='niah' is unknown; choose one of niah_single_1"],
+    ),
+    "no task": (["++data.tasks.multikey=0"], [r"data\.tasks=.* has no task to draw", "at least one above 0"]),
+    "no length": ([*VALIDATION, "validation.lengths=[]"], [r"validation\.lengths is empty", r"validation\.samples=0"]),
+    "a length twice": (
+        [*VALIDATION, "validation.lengths=[384,400,384]"], [r"validation\.lengths=\[384, 400, 384\] names one twice"],
+    ),
+    "a task twice": (
+        [*VALIDATION, "validation.tasks=[niah_multikey_2,niah_multikey_2]"], [r"validation\.tasks=.* names one twice"],
+    ),
+    "short for a task": (
+        ["++data.tasks.passkey=1", "data.questions=1"],
+        [r"data\.min_length or data\.tasks\.passkey: length=300 is too short for task 'passkey'", "raise length"],
+    ),
+    "short for the calibration of the validation": (
+        [*VALIDATION, "data.min_length=250", "data.max_length=250"],
+        [r"data\.max_length, which bounds .*: length=250 is too short for task 'niah_multikey_3'", "raise length"],
+    ),
+    "short for a task of the validation": (
+        [*VALIDATION, "validation.tasks=[niah_multivalue]", "validation.lengths=[200]"],
+        [r"validation\.lengths: .*length=200 is too short for task 'niah_multivalue'", "raise length"],
+    ),
+    "tasks with other numbers of questions": (
+        ["++data.tasks.fwe=1", "data.documents=2", "data.min_length=400"],
+        [r"have \[1, 2\] questions; mix tasks with the same"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BEFORE_TRAINING)
+def test_before_training(model_folder, tmp_path, no_step, case, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    changed, parts = BEFORE_TRAINING[case]
+    says(lambda: run(settings(model_folder, *changed), tmp_path / "run"), *parts)
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+MODELS = {
+    "rotates part of a head": (
+        (StableLm, StableLmConfig, PARTIAL), VALIDATION,
+        [r"validation\.samples=1: .*partial_rotary_factor=0\.5", r"set validation\.samples=0"],
+    ),
+    "attention of its own": (
+        (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 16, "final_logit_softcapping": 30.0}), [],
+        [r"model\.name=.* cannot be used: .* attention=sdpa for gemma2", "soft-capped", "choose another model"],
+    ),
+    "slides its own window": (
+        (MistralForCausalLM, MistralConfig, {"head_dim": 16, "sliding_window": 350}), [],
+        [r"data\.max_length=400 is beyond the sliding_window=350 of model\.name", "lower it, or choose"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_models_that_cannot_be_trained(tmp_path, no_step, case):
+    (model_class, config_class, sizes), changed, parts = MODELS[case]
+    folder = save_model(tmp_path / "other", model_class, config_class, **sizes)
+    says(lambda: run(settings(folder, *changed), tmp_path / "run"), *parts)
+
+
+def test_a_refused_run_leaves_the_folder_as_it_was(model_folder, tmp_path, no_step):
+    changed, _ = BEFORE_TRAINING["short for a task"]  # refused when the folder has been claimed
+    for _ in range(2):
+        says(lambda: run(settings(model_folder, *changed), tmp_path), "is too short for task")
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_without_weights(model_folder, tmp_path, no_step):
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).write_bytes((model_folder / name).read_bytes())
+    says(
+        lambda: run(settings(tmp_path / "model"), tmp_path / "run"),
+        r"model\.name='.*/model' cannot be loaded", "does not hold a complete model", r"Put config\.json, \*\.safe",
+    )  # fmt: skip
+
+
+def test_an_answer_without_tokens(model_folder, tmp_path, no_step, monkeypatch):
+    monkeypatch.setattr("leank.backbone.Backbone.encode", lambda self, text: [])
+    says(
+        lambda: run(settings(model_folder), tmp_path / "run"),
+        r"the answer ' \d+\.' to .* has no tokens: nothing to distil",
+    )
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_a_loss_that_is_not_finite(model_folder, tmp_path, monkeypatch):
+    rows = distill.answer_rows
+    monkeypatch.setattr(distill, "answer_rows", lambda *args: rows(*args) * float("nan"))
+    says(
+        lambda: run(settings(model_folder), tmp_path),
+        "the distillation loss is nan; lower the learning rate", r"stage1\.lr", r"model\.dtype=float32",
+    )  # fmt: skip
+    assert not (tmp_path / "mask.safetensors").exists()
+
+
+def test_a_folder_of_another_config(model_folder, tmp_path):
+    run(settings(model_folder, "stage1.steps=1", "stage2.steps=0"), tmp_path)
+    mask = (tmp_path / "mask.safetensors").read_bytes()
+    says(
+        lambda: run(settings(model_folder, "stage1.steps=2", "stage2.steps=0"), tmp_path),
+        r"was begun with config=\w{12}, and this run has config=\w{12}: set hydra\.run\.dir", r"config\.yaml has the",
+    )  # fmt: skip
+    says(
+        lambda: run(settings(model_folder, "stage1.steps=1", "stage2.steps=0", "resume=false"), tmp_path),
+        "resume=false", "holds a run already", r"set hydra\.run\.dir to a new folder, or resume=true",
+    )  # fmt: skip
+    assert (tmp_path / "mask.safetensors").read_bytes() == mask
+
+
+CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+
+@pytest.mark.parametrize("where", ["loading", "loading on a CPU", "stage1", "stage2", "validation"])
+def test_out_of_memory(model_folder, tmp_path, monkeypatch, where):
+    def full(*args, **kwargs):
+        raise CPU if "CPU" in where else torch.OutOfMemoryError("CUDA out of memory")
+
+    sizes = [r"lower data\.max_length=400, data\.questions=2, data\.documents=1"]
+    if "loading" in where:
+        monkeypatch.setattr("leank.backbone.load", full)
+        sizes = [r"lower the precision, model\.dtype=auto"]
+    elif where == "validation":
+        monkeypatch.setattr(Replay, "_decode", full)
+        sizes = [r"lower validation\.batch=8, validation\.lengths=\[384\]", "the mask is saved"]
+    else:
+        step = Stage.training_step
+        monkeypatch.setattr(
+            Stage, "training_step", lambda *args: (full if type(args[0]).__name__.lower() == where else step)(*args)
+        )
+    says(
+        lambda: run(settings(model_folder, *VALIDATION), tmp_path), f"out of (GPU )?memory .*{where.split()[0]}", *sizes
+    )
+    assert not (tmp_path / "metrics.json").exists()
+    assert (tmp_path / "mask.safetensors").exists() == (where == "validation")
+
+
+def test_the_command_line_shows_the_message_alone(tmp_path):
+    line = [sys.executable, "-m", "leank_train", *command("reference"), "pruning.ratio=1.5", "hydra.run.dir=here"]
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": ""}
+    with (tmp_path / "log").open("w") as log:
+        assert forked.run(line, tmp_path, env, log).returncode == 1
+    said = (tmp_path / "log").read_text()
+    assert said.splitlines()[-1].startswith("leank_train: pruning.ratio=1.5 must be")
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_model_whose_weights_are_not_finite(tmp_path, no_step, value):
+    folder = save_model(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
+        weights[name].view(-1)[-1] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    broken = r"NaN or infinite numbers in 2 tensors, such as model\.layers\.1\.mlp\.up_proj\.weight, model\.norm\.we"
+    says(lambda: run(settings(folder), tmp_path / "run"), re.escape(f"model.name='{folder}' has"), broken)
+    says(lambda: load_model(ModelConfig(str(folder), device="cpu")), broken)
+
+
+def test_weights_that_float16_cannot_hold(tmp_path):
+    folder = save_model(tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = 1e5
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    load_model(ModelConfig(str(folder), device="cpu"))
+    said = r"in 1 tensor, such as model\.norm\.weight; .*, or set model\.dtype=bfloat16, as float16 ends at 65504"
+    says(lambda: load_model(ModelConfig(str(folder), dtype="float16", device="cpu")), said)
+
+
+@pytest.mark.parametrize("name", ["last", "done"])
+def test_scores_that_are_not_finite_are_named_before_a_step(model_folder, tmp_path, monkeypatch, name):
+    run(settings(model_folder, "stage1.steps=2", "stage2.steps=0"), tmp_path)
+    file = tmp_path / f"checkpoints/stage1/{name}.ckpt"
+    state = read_checkpoint(file, "")
+    (state["state_dict"] if name == "last" else state)["alpha"][1, 0, 3] = math.nan
+    write_checkpoint(file, state)
+    if name == "last":
+        file.with_name("done.ckpt").unlink()
+    monkeypatch.setattr(Stage, "training_step", lambda *args: pytest.fail("training has begun"))
+    says(
+        lambda: run(settings(model_folder, "stage1.steps=2", "stage2.steps=0"), tmp_path),
+        rf"{name}\.ckpt holds NaN or infinite scores in 1 of 4 KV heads, such as layer 1, head 0; .*remove it",
+    )

@@ -3,8 +3,6 @@
 import csv
 import gzip
 import json
-import subprocess
-import sys
 import zipfile
 
 import pytest
@@ -13,14 +11,13 @@ from hypothesis import strategies as st
 
 from leank.eval.benchmarks import from_files
 from leank.eval.benchmarks.babilong import BabiLong
+from leank.eval.benchmarks.base import score_row
 from leank.eval.benchmarks.gsm_infinite import GsmInfinite
 from leank.eval.benchmarks.infinitebench import InfiniteBench
 from leank.eval.benchmarks.longbench import LongBench
 from leank.eval.benchmarks.longbench_v2 import LongBenchV2
 from leank.eval.benchmarks.math500 import Math500
 from leank.eval.benchmarks.mmlu import Mmlu
-from leank.eval.benchmarks.scoring import score_row
-from leank.eval.inference.models import ModelConfig, load_config
 from tests.helpers.benchmark_lines import (
     BABI,
     CHOICE,
@@ -72,11 +69,6 @@ RIGHT = {
     **{("longbench_v2", f"choice_{letter}"): ["mat"] for letter in "ABCD"},
 }
 PROSE = {"context", "problem", "question"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_config(ModelConfig())[1]
 
 
 def write(file, rows):
@@ -269,15 +261,3 @@ def test_one_file_is_no_file_of_several_tasks(tmp_path, tokenizer):
     write(tmp_path / "qasper.jsonl", [QASPER])
     with pytest.raises(ValueError, match=r"is the file of one task, and 2 are to be run; name its task"):
         LongBench(str(tmp_path / "qasper.jsonl"), tasks=["qasper", "hotpotqa"]).check(CONFIG, tokenizer, 0, None)
-
-
-def test_the_command_line_ends_with_one_line_and_status_1(tmp_path):
-    """No traceback, before any weights are loaded."""
-    (tmp_path / "qasper.jsonl").write_text(json.dumps({**QASPER, "answers": "mat"}) + "\n")
-    given = ["method=[dense]", "benchmark=longbench", "benchmark.tasks=[qasper]", f"benchmark.path={tmp_path}"]
-    command = [sys.executable, "-m", "leank.eval", *given, f"hydra.run.dir={tmp_path}/run"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    said = f"eval: {tmp_path}/qasper.jsonl, line 1: answers='mat': Input should be a valid list; {from_files.OWN}"
-    assert done.returncode == 1
-    assert [line for line in done.stderr.splitlines() if line.startswith("eval: ")] == [said]
-    assert "Traceback" not in done.stderr

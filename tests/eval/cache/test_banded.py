@@ -27,7 +27,7 @@ from leank.eval.methods.channels.leank_budget import LeanKBudget
 from leank.eval.methods.memory import method_bytes
 from leank.eval.methods.tokens.snapkv import SnapKV
 from leank.precision import GROUP, Precision, value_group
-from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, SEEDS, OracleLayer, left_padded, run, tiny_model
+from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, SEEDS, RoundingOracle, compare, left_padded, run, tiny_model
 from tests.helpers.layouts import layout, layout_mask
 from tests.oracles.rounding import fake_quantise
 
@@ -91,29 +91,11 @@ def test_a_segment_holds_every_band_in_its_bits(dim, appends, last, seed):
     assert segment.held() == pytest.approx(tuple(held), abs=1)
 
 
-class BandedOracle(OracleLayer):
-    """An OracleLayer whose tokens are rounded where they lie, dense, when they enter the middle."""
-
-    def __init__(self, key_bits, value_bits, sizes):
-        super().__init__(key_bits > 0, *sizes)
-        self.bits = key_bits, value_bits
-
-    def leave(self, real, due):
-        for b, (first, n) in enumerate(zip(self.left, due, strict=True)):
-            moved = real[b].nonzero()[first : first + n, 0]
-            for h in range(len(self.keep)):
-                k, v = self.keys[b, h, moved], self.values[b, h, moved]
-                self.keys[b, h, moved], self.values[b, h, moved] = rounded(k, v, *(bits[h] for bits in self.bits))
-        super().leave(real, due)
-
-
 def oracle(precision, sizes):
-    return Cache([BandedOracle(*bits, sizes) for bits in zip(precision.key_bits, precision.value_bits, strict=True)])
+    def layer(*bits):
+        return RoundingOracle(bits[0] > 0, sizes, lambda head, k, v: rounded(k, v, *(one[head] for one in bits)))
 
-
-def compare(got, want):
-    assert torch.equal(got[0], want[0])
-    torch.testing.assert_close(got[1], want[1], rtol=1e-8, atol=1e-8)
+    return Cache([layer(*bits) for bits in zip(precision.key_bits, precision.value_bits, strict=True)])
 
 
 @settings(max_examples=3, derandomize=True)

@@ -7,11 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from leank.eval.cache import CompressedCache, compressed_cache
 from leank.eval.cache.saved import FORMAT, model_digest
@@ -141,10 +138,10 @@ def test_another_model_mask_or_file_is_refused(file, tmp_path):
     )
 
 
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.999])
-def test_a_file_that_is_cut_off_is_refused(share, file, tmp_path):
-    content, path = file.read_bytes(), tmp_path / "c"
-    path.write_bytes(content[: int(share * len(content))])
+def test_a_file_that_is_cut_off_is_refused(file, tmp_path):
+    """Any other damage is test_files.py's, through the same reader."""
+    path = tmp_path / "c"
+    path.write_bytes(file.read_bytes()[:-1])
     refused(path, "damaged or cut off", tiny_model("llama"))
 
 
@@ -190,28 +187,6 @@ def changed_header(file, **change):
     """The header of a file with other fields."""
     with safe_open(file, framework="pt") as one:
         return {FORMAT: json.dumps({**json.loads(one.metadata()[FORMAT]), **change})}
-
-
-@hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.floats(0, 1, exclude_max=True), st.booleans(), st.integers(1, 255))
-def test_any_other_byte_is_refused_or_means_the_same(file, tmp_path, share, in_header, flip):
-    """The same means spaces that end the header and may be others; no cache is silently another one."""
-    content, path, model = bytearray(file.read_bytes()), tmp_path / "c", tiny_model("llama")
-    at = int(share * (8 + int.from_bytes(content[:8], "little") if in_header else len(content)))
-    content[at] ^= flip
-    path.write_bytes(bytes(content))
-    end = 8 + int.from_bytes(file.read_bytes()[:8], "little")
-    if 8 <= at < end and chr(content[at]) in "\t\n\r" and not file.read_bytes()[at:end].strip():
-        CompressedCache.load(path, model).save(tmp_path / "again")
-        assert (tmp_path / "again").read_bytes() == file.read_bytes()
-    else:
-        refused(path, "damaged or cut off", model)
-
-
-def test_a_file_without_a_digest_is_refused(file, tmp_path):
-    model = tiny_model("llama")
-    save_file(load_file(file), tmp_path / "c", changed_header(file))
-    refused(tmp_path / "c", "its header lacks 'sha256'", model)
 
 
 def test_what_a_file_cannot_hold_is_refused_before_it_is_written(tmp_path):

@@ -1,8 +1,6 @@
-"""Choices of tokens against obvious loops over each prompt alone, against kvpress, and end to end.
+"""Methods that keep some tokens of the prompt, against slow forms of their papers."""
 
-Replies during which tokens leave are test_long_replies'.
-"""
-
+import functools
 import json
 import math
 from dataclasses import replace
@@ -17,14 +15,17 @@ from hypothesis import strategies as st
 from leank.eval.cache import Sizes
 from leank.eval.inference.decode import greedy
 from leank.eval.inference.models import ModelConfig, load_config
-from leank.eval.inference.prefill import PromptLayer, prefill
+from leank.eval.inference.prefill import Prefill, PromptLayer, prefill
 from leank.eval.methods import build_method
+from leank.eval.methods.base import Method
+from leank.eval.methods.prefill.repeat import Repeat, Words
 from leank.eval.methods.tokens import rkv
 from leank.eval.methods.tokens.adakv import AdaKV
 from leank.eval.methods.tokens.duo_attention import DuoAttention, high_frequency_ratio
 from leank.eval.methods.tokens.expected_attention import ExpectedAttention, frequencies
 from leank.eval.methods.tokens.h2o import H2O
 from leank.eval.methods.tokens.keydiff import KeyDiff
+from leank.eval.methods.tokens.kvzip import KVzip
 from leank.eval.methods.tokens.pyramidkv import PyramidKV, pyramid
 from leank.eval.methods.tokens.snapkv import SnapKV
 from leank.eval.methods.tokens.streaming_llm import StreamingLLM
@@ -32,7 +33,47 @@ from leank.eval.methods.tokens.tova import TOVA
 from tests import DATA
 from tests.helpers import kvpress
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, oracle_cache, run, tiny_model
-from tests.helpers.token_choices import alone, attention, duo, kept_of, observed
+
+
+def observed(lengths, seed=0, family="llama", model=None, **changes):
+    """(model, a dense pass over prompts of these lengths) with all that the methods here may want to see."""
+    model = model or tiny_model(family, **changes)
+    ids, mask = left_padded(lengths, seed)
+    return model, prefill(model, ids % model.config.vocab_size, mask.bool(), 0, obs_queries=8, column_sums=True)
+
+
+def alone(model, lengths, row, seed=0):
+    """As `observed`, of one of the prompts without padding."""
+    ids, _ = left_padded(lengths, seed)
+    return prefill(model, ids[row : row + 1, -lengths[row] :], None, 0, obs_queries=8, column_sums=True)
+
+
+def attention(queries, keys):
+    """Softmax rows [Hq, n, T] of the last n queries, each over what it sees."""
+    count, length, group = queries.shape[1], keys.shape[1], queries.shape[0] // keys.shape[0]
+    out = torch.zeros(queries.shape[0], count, length, dtype=torch.float64)
+    for head in range(queries.shape[0]):
+        for t in range(count):
+            seen = length - count + t + 1
+            logits = keys[head // group, :seen] @ queries[head, t] / keys.shape[-1] ** 0.5
+            out[head, t, :seen] = logits.softmax(0)
+    return out
+
+
+def kept_of(keep, row, length):
+    """Kept tokens of each KV head of a padded row, numbered without its padding; None = all."""
+    if keep is None:
+        return [list(range(length))] * HEADS
+    assert not keep[row, :, : keep.shape[2] - length].any()
+    return [head[keep.shape[2] - length :].nonzero()[:, 0].tolist() for head in keep[row]]
+
+
+def duo(folder, gates, ratio=0.5):
+    """DuoAttention with these gates [L, H], written to a file in `folder` as the authors do."""
+    path = folder / "full_attention_heads.tsv"
+    path.write_text("\n".join("\t".join(f"{gate:.18e}" for gate in row) for row in gates))
+    return DuoAttention(str(path), ratio)
+
 
 KVPRESS = DATA / "kvpress_tokens.json"
 SIZES = Sizes(2, 6, 4)
@@ -412,3 +453,102 @@ def test_layers_that_slide_or_hold_part_of_the_prompt(choice):
     assert whole.shape[2] == 30
     assert of_part.shape[2] == 22
     assert not of_part[:, :, 0].any()
+
+
+WORDS = Words([5, 6, 7], [8, 9], [10, 11])
+model_of = functools.cache(tiny_model)
+
+
+def asking(**given):
+    """The pass with short requests, whose tokens every small vocabulary has."""
+    found = Repeat(**given)
+    found._words["words"] = WORDS
+    return found
+
+
+def by_hand(model, prompt, piece, first):
+    """Scores [L][H, T] of one prompt [T]: every piece in a dense pass of its own over prompt, request and piece."""
+    config = model.config
+    group = config.num_attention_heads // config.num_key_value_heads
+    found = torch.zeros(config.num_hidden_layers, config.num_key_value_heads, len(prompt), dtype=torch.float64)
+    for start in range(0, len(prompt), piece):
+        end = min(start + piece, len(prompt))
+        asked = WORDS.part + prompt[max(0, start - 8) : start] if start else WORDS.whole
+        said = asked + WORDS.reply + prompt[start:end]
+        whole = prefill(model, torch.tensor([prompt + said]), None, 0, len(said))
+        columns = [*range(min(first, start)), *range(start, end), *range(len(prompt), len(prompt) + len(said))]
+        for index, layer in enumerate(whole.layers):
+            for head in range(config.num_attention_heads):
+                for t, query in enumerate(layer.queries[0, head]):
+                    sees = [j for j in columns if j <= len(prompt) + t]
+                    logits = layer.keys[0, head // group, sees] @ query * layer.scaling
+                    for j, weight in zip(sees, logits.softmax(-1).tolist(), strict=True):
+                        if start <= j < end:
+                            found[index, head // group, j] = max(found[index, head // group, j].item(), weight)
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@settings(max_examples=5, deadline=None)
+@given(lengths=st.lists(st.integers(3, 24), min_size=1, max_size=2), piece=st.integers(4, 30), first=st.integers(0, 5))
+@torch.no_grad()
+def test_scores_are_the_largest_attention_while_the_prompt_is_repeated(family, lengths, piece, first):
+    """In pieces, behind the whole prompt, and in a padded batch; the pass itself is the dense one."""
+    model, (ids, mask) = model_of(family), left_padded(lengths, seed=1)
+    found = asking(piece=piece, first=first).run(model, ids, mask.bool(), 3, 2, None)
+    dense = prefill(model, ids, mask.bool(), 3, 2)
+    torch.testing.assert_close(found.logits, dense.logits)
+    for row, length in enumerate(lengths):
+        expected = by_hand(model, ids[row, -length:].tolist(), piece, first)
+        for layer, scores, one in zip(found.layers, expected, dense.layers, strict=True):
+            torch.testing.assert_close(layer.repeated[row, :, -length:], scores)
+            torch.testing.assert_close(layer.keys[row, :, -length:], one.keys[row, :, -length:])
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=st.lists(st.integers(3, 40), min_size=1, max_size=3), budget=st.integers(8, 40), seed=st.integers(0, 99))
+def test_all_heads_of_all_layers_share_one_budget(lengths, budget, seed):
+    _, mask = left_padded(lengths, seed)
+    generator, width, layers = torch.Generator().manual_seed(seed), max(lengths), []
+    for _ in range(3):
+        layers.append(PromptLayer(width))
+        layers[-1].update(*[torch.zeros(len(lengths), 2, width, 4)] * 2)
+        layers[-1].repeated = torch.randint(0, 9, (len(lengths), 2, width), generator=generator) / 8
+    found = KVzip(budget=budget).keep_mask(
+        Prefill(layers, mask.bool(), torch.zeros(len(lengths), 1), width), None, SIZES
+    )
+    for row, length in enumerate(lengths):
+        pad = width - length
+        middle = range(pad + SIZES.sink, max(pad + SIZES.sink, width - SIZES.window))
+        places = [(layer, h, j) for layer in range(3) for h in range(2) for j in middle]
+        places.sort(key=lambda at: (-layers[at[0]].repeated[row, at[1], at[2]].item(), at))
+        best = set(places[: (budget - SIZES.sink - SIZES.window) * 6])
+        for layer, kept in enumerate(found):
+            for h in range(2):
+                expected = {j for j in range(pad, width) if j not in middle or (layer, h, j) in best}
+                if kept is None:
+                    assert expected == set(range(pad, width))
+                else:
+                    assert set(kept[row, h].nonzero().flatten().tolist()) == expected
+
+
+def test_without_words_or_the_pass_it_is_refused():
+    model, (ids, _) = model_of("llama"), left_padded([30], seed=1)
+    with pytest.raises(RuntimeError, match="calibrate it with a tokenizer"):
+        Repeat().run(model, ids, None, 3, 0, None)
+    alone = Method("alone", tokens=KVzip(budget=12), sink=2, window=6)
+    with pytest.raises(ValueError, match="add prefill="):
+        alone.compressed(model, alone.run_prefill(model, ids, None, 3))
+
+
+def test_requests_are_asked_in_the_tokenizer_s_own_words():
+    config, tokenizer = load_config(ModelConfig())
+    choice = Repeat(piece=20)
+    choice.calibrate(None, tokenizer, config)
+    prompt = torch.arange(50, 80)[None]
+    (start, end, said), (_, last, later) = choice.pieces(prompt)
+    assert (start, end, last) == (0, 20, 30)
+    assert tokenizer.decode(said[0, :-20]).startswith("\n\nRepeat the previous context exactly.")
+    assert said[0, -20:].tolist() == [*range(50, 70)]
+    assert later[0, -10:].tolist() == [*range(70, 80)]
+    assert str([*range(62, 70)])[1:-1] in str(later[0].tolist())

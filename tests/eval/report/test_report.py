@@ -1,20 +1,43 @@
-"""Reports come from rows alone, and their numbers are those of the rows."""
+"""What a report says of its rows: tables, differences, pairs, pictures, and how near methods are to dense."""
 
 import csv
+import json
+import math
 import re
 import shutil
 import subprocess
+import sys
+import warnings
+from itertools import combinations
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from markdown_it import MarkdownIt
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 
 from leank import stats
 from leank.eval import published
+from leank.eval.__main__ import command_line
 from leank.eval.report import summarise, write_diff, write_report
-from leank.eval.report.groups import frame, labels
-from leank.eval.report.tables import Table, by_length, by_task, differences, gsm, overall
+from leank.eval.report.groups import changed, frame, labels, paired
+from leank.eval.report.plots import FIGURES, axes_of, draw, front
+from leank.eval.report.style import svg
+from leank.eval.report.summary import COLUMNS, summarise_groups
+from leank.eval.report.tables import (
+    Table,
+    best_of_sizes,
+    by_length,
+    by_task,
+    differences,
+    from_dense,
+    from_dense_by_length,
+    gsm,
+    overall,
+)
 from tests.helpers.report_rows import checked, grid, row, stored
 
 
@@ -87,6 +110,27 @@ def test_means_differences_and_bytes():
         every = [scores(cell["method"], t, n).mean() for t in ("vt", "niah_single_1") for n in (4096, 8192)]
         assert cell["score"] == pytest.approx(np.mean(every))
         assert cell["score_low"] < cell["score"] < cell["score_high"]
+
+
+def test_the_best_of_every_size():
+    """Sink and window take 30 of 100 bytes of dense; of the others the middle counts, with its scales and bounds."""
+    rows = []
+    for method, held, kl, score in (("small", 14, 0.2, 0.5), ("large", 28, 0.1, 0.4), ("dense", None, 0.0, 1.0)):
+        for sample in range(3):
+            one = row(method, sample, score, "vt")
+            parts = {"sink": 10, "window": 20, "middle_k": 0, "middle_v": (held or 0) - 2, "extra": 2, "tables": 5}
+            sizes = {"dense": 100} if held is None else parts
+            one["cache_bytes"] = {**sizes, "total": sum(sizes.values())}
+            near = {"tokens": 5, "kl": kl, "top1": 0.5, "loss": None, "dense_loss": None, "non_finite": None}
+            rows.append(one | {"fidelity": None if held is None else near})
+    (run,) = summarise(rows)["runs"]
+    shares = {cell["method"]: cell["share_of_middle"] for cell in run["overall"]}
+    assert shares == {"dense": None, "small": pytest.approx(20), "large": pytest.approx(40)}
+    lines = {line[0]: list(line[1:]) for line in best_of_sizes(run).cells.to_numpy()}
+    assert lines["15%"] == ["-", "", "", "-", "", ""]
+    assert lines["20%"] == lines["31%"] == ["small", "0.2", "20%", "small", "50.0", "20%"]
+    assert lines["40%"] == ["large", "0.1", "40%", "small", "50.0", "20%"]
+    assert best_of_sizes(summarise([one for one in rows if one["method"] != "large"])["runs"][0]) is None
 
 
 def test_learned_masks_are_compared_with_every_other_method():
@@ -320,3 +364,325 @@ def test_no_rows_no_report(tmp_path):
     (tmp_path / "results.jsonl").touch()
     with pytest.raises(ValueError, match="holds no rows yet"):
         write_report(tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rows = [*grid(), row("dense", 99, 1.0), row("think", 98, 0.0)]  # two samples that only one method has
+    rows[1] = {**rows[1], "prediction": "a ```fence``` & <script>", "score": 0.0}
+    return stored(tmp_path, rows), rows
+
+
+def test_pairs_are_the_samples_that_both_have(folder):
+    _, rows = folder
+    table = frame(rows)
+    found = paired(table, "dense", "think")
+    assert len(found) == 2 * 2 * 12
+    score = {(r["method"], r["task"], r["length"], r["sample"]): 100 * r["score"] for r in rows}
+    for line in found.itertuples():
+        place = line.task, line.length, line.sample
+        assert (line.score_first, line.score_second) == (score["dense", *place], score["think", *place])
+    other = changed(table, "dense", "think")
+    assert (other["score_second"] - other["score_first"]).is_monotonic_increasing
+    assert len(other) == (found["prediction_first"] != found["prediction_second"]).sum()
+
+
+def test_files_show_every_changed_reply_once(folder):
+    path, rows = folder
+    page, text = write_diff(path, "dense", "think")
+    assert page.name == "diff_dense_think.html"
+    of = changed(frame(rows), "dense", "think")
+    shown = page.read_text()
+    checked(shown)
+    assert shown.count("<details>") == len(of)
+    assert "<script>" not in shown
+    markdown = page.with_suffix(".md").read_text()
+    assert len(re.findall("^### ", markdown, re.M)) == len(of)
+    assert "````text\na ```fence``` & <script>\n````" in markdown  # a longer fence than the reply's
+    assert "| all samples | 48 |" in " ".join(text.split())
+
+
+def test_difference_of_a_task_and_length_is_that_of_the_report(folder):
+    path, rows = folder
+    (run,) = summarise(rows)["runs"]
+    _, text = write_diff(path, "dense", "leank")
+    for cell in run["cells"]:
+        if cell["method"] == "leank":
+            line = next(x for x in text.splitlines() if x.startswith(f"| {cell['task']}, {cell['length']} tokens "))
+            assert f"{cell['difference']:+.1f} [{cell['difference_low']:+.1f}, " in line
+
+
+def test_command_line(folder, monkeypatch, capsys):
+    path, _ = folder
+
+    def typed(*words):
+        monkeypatch.setattr(sys, "argv", ["eval", *words])
+        command_line()
+
+    typed("diff", str(path), "dense", "think")
+    assert capsys.readouterr().out.rstrip().endswith("diff_dense_think.html")
+    with pytest.raises(SystemExit, match="its methods are dense, leank, think"):
+        typed("diff", str(path), "dense", "snapkv")
+    with pytest.raises(SystemExit, match="dense and dense are the same method"):
+        typed("diff", str(path), "dense", "dense")
+    typed("report", str(path), "think")
+    summary = json.loads((path / "summary.json").read_text())
+    assert {d["method"] for d in summary["runs"][0]["differences"]} == {"think"}
+    assert "## Methods minus other methods" in (path / "summary.md").read_text()
+    with pytest.raises(SystemExit, match=r"no row in .* is of a method 'thin'; its methods are dense, leank"):
+        typed("report", str(path), "thin")
+    for words in (["report"], ["diff", "somewhere"]):
+        with pytest.raises(SystemExit):
+            typed(*words)
+        assert "the following arguments are required" in capsys.readouterr().err
+
+
+def test_a_run_without_dense_has_a_report(tmp_path):
+    write_report(stored(tmp_path, [r for r in grid() if r["method"] != "dense"]))
+    assert "Replies" not in (tmp_path / "report.html").read_text()
+
+
+def rows_of(masks, others=2, samples=3, lengths=(1024,)):
+    """Rows of dense, of so many learned masks and of so many other methods."""
+    configs = {"dense": None}
+    configs |= {f"leank_{i}": {"channels": {"name": "leank", "mask": str(i)}} for i in range(masks)}
+    configs |= {f"think_{i}": {"channels": {"name": "think", "ratio": i / 100}} for i in range(others)}
+    draw = np.random.default_rng(0)
+    return [
+        row(method, sample, float(draw.integers(0, 5)) / 4, task, length, config=config)
+        for length in lengths for task in ("vt", "cwe")
+        for method, config in configs.items() for sample in range(samples)
+    ]  # fmt: skip
+
+
+def test_a_few_masks_are_compared_unasked_and_many_where_they_are_named():
+    (few,) = summarise(rows_of(COLUMNS))["runs"]
+    assert differences(few).cells.shape[1] == COLUMNS + 1
+    assert "not compared" not in overall(few).note
+    rows = rows_of(COLUMNS + 1)
+    (many,) = summarise(rows)["runs"]
+    assert many["differences"] == []
+    assert f"The {COLUMNS + 1} learned masks are compared with dense alone" in overall(many).note
+    (named,) = summarise_groups([rows], columns=["think_1", "leank_3"])["runs"]
+    table = differences(named)
+    assert table.title == "Methods minus other methods"
+    assert list(table.cells) == ["minus", "think_1", "leank_3"]
+    assert len(table.cells) == COLUMNS + 4
+    assert "not compared" not in overall(named).note
+    (all_of,) = summarise_groups([rows], columns=["leank_0"])["runs"]
+    assert differences(all_of).title == "Learned masks minus other methods"
+
+
+def test_every_difference_is_that_of_the_plain_bootstrap():
+    rows = rows_of(2, samples=7, lengths=(1024, 2048))
+    (run,) = summarise(rows)["runs"]
+    for found in run["differences"]:
+        strata = []
+        for length in (1024, 2048):
+            for task in ("vt", "cwe"):
+                mine, other = (
+                    [r["score"] for r in rows if (r["method"], r["task"], r["length"]) == (m, task, length)]
+                    for m in (found["method"], found["minus"])
+                )
+                strata.append([100 * (a - b) for a, b in zip(mine, other, strict=True)])
+        assert (found["difference_low"], found["difference_high"]) == pytest.approx(stats.interval(strata), abs=1e-9)
+
+
+def test_pictures_of_many_methods_of_equal_bytes_are_drawn(tmp_path):
+    stored(tmp_path, rows_of(24, 24, samples=1, lengths=(1024, 2048)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as a layout that has no room for the names
+        write_report(tmp_path)
+    assert (tmp_path / "accuracy_by_axes.png").stat().st_size > 10_000
+
+
+COORDINATE = st.integers(0, 8).map(float)
+
+
+def needle(method, length, depth, score, sample=0):
+    return row(method, f"{length}-{depth}-{sample}", score, "niah", length, benchmark="niah", metric="niah_recall",
+               meta={"depth_percent": depth})  # fmt: skip
+
+
+def test_needle_grid_holds_the_mean_of_every_place():
+    draw_ = np.random.default_rng(0)
+    rows = [
+        needle(method, length, depth, float(draw_.random()), sample)
+        for method in ("dense", "leank") for length in (2048, 1024) for depth in (100, 0, 50) for sample in range(3)
+        if (length, depth) != (2048, 50)
+    ]  # fmt: skip
+    (run,) = summarise(rows)["runs"]
+    places = [(m["method"], m["length"], m["depth"]) for m in run["by_depth"]]
+    assert places == [
+        (method, length, depth)
+        for method in ("dense", "leank") for length in (1024, 2048) for depth in (0, 50, 100)
+        if (length, depth) != (2048, 50)
+    ]  # fmt: skip
+    for found, place in zip(run["by_depth"], places, strict=True):
+        mine = [100 * r["score"] for r in rows if (r["method"], r["length"], r["meta"]["depth_percent"]) == place]
+        assert found["score"] == pytest.approx(np.mean(mine))
+    figure = draw("needle_by_depth", run)
+    maps = [axes for axes in figure.axes if axes.get_title() in ("dense", "leank")]
+    assert len(maps) == 2
+    values = maps[0].collections[0].get_array()
+    assert values.mask.tolist() == [[False, False], [False, True], [False, False]]
+    assert maps[0].get_ylim() == (3, 0)  # the start of the text is above
+
+
+@given(st.lists(st.tuples(COORDINATE, COORDINATE), min_size=1))
+def test_front_is_what_no_other_beats(points):
+    found = front(points)
+
+    def beaten(point):
+        return any(o != point and o[0] <= point[0] and o[1] >= point[1] for o in points)
+
+    assert set(found) == {p for p in points if not beaten(p)}
+    assert found == sorted(found)
+
+
+def test_axes_in_words():
+    assert axes_of({}) == "dense"
+    combined = {"channels": {"name": "leank"}, "bits": {"name": "kivi", "bits": 2}, "sink": 4, "window": 32}
+    assert axes_of(combined) == "channels + bits"
+    assert axes_of({**combined, "matched": {"settings": ["channels.ratio"], "to": "leank"}}) == "channels + bits"
+
+
+def test_names_do_not_cover_each_other():
+    draw_ = np.random.default_rng(3)
+    rows = [
+        row(f"method_{m}" if m else "dense", s, float(draw_.random()), cache_bytes={"total": int(1000 * share)},
+            config={"tokens": {"name": str(m)}} if m else None)
+        for m, share in enumerate([1.0, *draw_.uniform(0.1, 0.4, 14)]) for s in range(4)
+    ]  # fmt: skip
+    (run,) = summarise(rows)["runs"]
+    figure = draw("accuracy_by_axes", run)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    for text in figure.axes[0].texts:
+        text.update_positions(canvas.get_renderer())
+    texts = [Text.get_window_extent(text) for text in figure.axes[0].texts]  # without the line to its point
+    assert len(texts) == 15
+    for a, b in combinations(texts, 2):
+        across = min(a.x1, b.x1) - max(a.x0, b.x0)
+        up = min(a.y1, b.y1) - max(a.y0, b.y0)
+        assert across <= 0 or up <= 0.15 * min(a.height, b.height)
+
+
+@pytest.mark.parametrize("name", list(FIGURES))
+def test_the_same_rows_give_the_same_files(name):
+    (run,) = summarise(grid())["runs"]
+    twice = [draw(name, run) for _ in range(2)]
+    drawn = name not in ("needle_by_depth", "kl_by_length", "kl_against_bytes")  # such rows have neither
+    assert [figure is not None for figure in twice] == [drawn, drawn]
+    if drawn:  # PNG: a whole report is made twice above
+        assert svg(twice[0], "a") == svg(twice[1], "a")
+
+
+LEVEL = {"dense": 0.0, "leank": 1e-4, "think": 0.3}
+
+
+def near(method, draw_, text=False):
+    kl = LEVEL[method] * float(draw_.random())
+    loss = 2 + float(draw_.random())
+    return {
+        "tokens": 30, "kl": kl, "top1": 1 - LEVEL[method] * float(draw_.random()),
+        "loss": loss + LEVEL[method] if text else None, "dense_loss": loss if text else None, "non_finite": None,
+    }  # fmt: skip
+
+
+def rows(text=False):
+    draw_ = np.random.default_rng(1)
+    return [{**r, "fidelity": near(r["method"], draw_, text)} for r in grid()]
+
+
+def lines(table):
+    return table.cells.set_index("method", drop=False).to_dict("index")
+
+
+def test_means_and_intervals_are_those_of_the_rows():
+    made = rows()
+    (run,) = summarise(made)["runs"]
+    for cell in run["overall"]:
+        strata = [
+            [r["fidelity"]["kl"] for r in made if (r["method"], r["task"], r["length"]) == (cell["method"], task, n)]
+            for task in ("vt", "niah_single_1") for n in (4096, 8192)
+        ]  # fmt: skip
+        assert cell["kl"] == pytest.approx(np.mean(strata))
+        assert (cell["kl_low"], cell["kl_high"]) == pytest.approx(stats.interval(strata), rel=0.05)
+        assert (cell["compared"], cell["tokens_compared"], cell["compared_non_finite"]) == (48, 48 * 30, 0)
+        assert cell["loss"] is None
+    table = lines(from_dense(run))
+    assert table["dense"]["KL, nats a token"] == "0 [0, 0]"
+    assert table["dense"]["top-1 agreement"] == "100.00% [100.00, 100.00]"
+    assert "perplexity" not in table["dense"]
+    assert set(lines(from_dense_by_length(run))["leank"]) == {"method", "4096", "8192"}
+
+
+def test_texts_have_a_loss_paired_with_dense_and_a_perplexity():
+    made = rows(text=True)
+    (run,) = summarise(made)["runs"]
+    think = next(c for c in run["overall"] if c["method"] == "think")
+    ends = think["loss_minus_dense_low"], think["loss_minus_dense_high"]
+    assert (think["loss_minus_dense"], *ends) == pytest.approx((0.3, 0.3, 0.3))  # paired: the texts' spread cancels
+    line = lines(from_dense(run))["think"]
+    assert line["loss minus dense"] == "+0.3 [+0.3, +0.3]"
+    assert float(line["perplexity"]) == pytest.approx(math.exp(think["loss"]), rel=1e-3)
+
+
+def test_samples_with_broken_logits_are_counted_and_left_out():
+    made = rows()
+    broken = {"tokens": 30, "kl": None, "top1": None, "loss": None, "dense_loss": None, "non_finite": 3}
+    first = next(r for r in made if r["method"] == "think")
+    first["fidelity"] = broken
+    (run,) = summarise(made)["runs"]
+    think = next(c for c in run["overall"] if c["method"] == "think")
+    assert (think["compared"], think["compared_non_finite"]) == (48, 1)
+    assert 0 < think["kl"] < 0.3
+    table = from_dense(run)
+    assert lines(table)["think"]["KL, nats a token"].endswith("]§")
+    assert "§ Logits of the method or of dense were NaN or infinite" in table.note
+    assert "think 1 of 48" in table.note
+    for r in made:
+        r["fidelity"] = broken if r["method"] == "think" else r["fidelity"]
+    (run,) = summarise(made)["runs"]
+    assert lines(from_dense(run))["think"]["KL, nats a token"] == "-§"
+    assert draw("kl_by_length", run) is not None
+
+
+def test_every_file_of_a_report_has_them(tmp_path):
+    write_report(stored(tmp_path, rows(text=True)))
+    for file in ("summary.md", "report.html", "tables.tex"):
+        text = (tmp_path / file).read_text(encoding="utf-8")
+        assert "Distance from dense" in text
+        assert "KL, nats a token" in text
+    assert {"kl_by_length.png", "kl_against_bytes.png"} <= {file.name for file in tmp_path.iterdir()}
+    with (tmp_path / "cells.csv").open(newline="") as file:
+        cells = list(csv.DictReader(file))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    for cell, line in zip(summary["runs"][0]["cells"], cells, strict=True):
+        assert {name: line[name] for name in ("method", "task")} == {name: cell[name] for name in ("method", "task")}
+        for name in ("kl", "loss_minus_dense"):
+            assert float(line[name]) == pytest.approx(cell[name])
+    text = " ".join(write_diff(tmp_path, "leank", "think")[1].split())
+    assert "KL leank | KL think | KL difference | top-1 leank | top-1 think" in text
+    top1 = {cell["method"]: cell["top1"] for cell in summary["runs"][0]["overall"]}
+    assert f"| {top1['leank']:.2f}% | {top1['think']:.2f}% |" in text[text.index("all samples") :]
+
+
+def test_rows_that_measured_none_have_a_report_without_them(tmp_path):
+    old = grid()
+    write_report(stored(tmp_path, old))
+    assert "Distance from dense" not in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert not list(tmp_path.glob("kl_*.png"))
+    assert "KL" not in write_diff(tmp_path, "dense", "leank")[1]
+    (run,) = summarise([*old, *({**r, "sample": f"{r['sample']}b"} for r in rows())])["runs"]
+    assert next(c["compared"] for c in run["overall"] if c["method"] == "leank") == 48
+
+
+def test_a_sample_done_with_and_without_counts_once_and_with():
+    without = row("leank", 0, 1.0)
+    settings = {**without["settings"], "fidelity": 64}
+    measured = {**without, "config": "other", "settings": settings, "fidelity": near("leank", np.random.default_rng(0))}
+    for order in ([without, measured], [measured, without]):
+        (run,) = summarise(order)["runs"]
+        assert [(c["method"], c["n"], c["compared"]) for c in run["overall"]] == [("leank", 1, 1)]

@@ -1,21 +1,25 @@
-"""Rows are appended durably: a run killed anywhere goes on and ends with the rows of a run never killed."""
+"""Rows: their file, written line by line and gone on with, and the rows of today's form alone."""
 
 import json
 import os
 import random
 import signal
+import sys
 import time
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from leank.eval.__main__ import command_line
 from leank.eval.benchmarks.ruler import Ruler
-from leank.eval.inference.models import ModelConfig, load_config
+from leank.eval.inference.models import ModelConfig
 from leank.eval.methods import Method, build_method
+from leank.eval.rows.result_row import check_rows
 from leank.eval.rows.results import NAME, Key, Results, key_of, read
 from leank.eval.run.job import Job
 from leank.eval.run.settings import Settings
+from tests.helpers.report_rows import row
 
 ROW = {**Key("m", "dense", "c0", "ruler", "vt", 64, "0", 42, "after_question")._asdict(), "score": 1.0}
 
@@ -45,11 +49,6 @@ def job(samples=4, ratio=0.5, batch_size=3, lengths=(320,), **settings):
 @pytest.fixture(scope="module")
 def model():
     return tiny()
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_config(ModelConfig())[1]
 
 
 def run(directory, work, model, tokenizer):
@@ -204,3 +203,58 @@ def test_one_writer_and_no_row_twice(tmp_path):
             Results(tmp_path)
         with pytest.raises(BlockingIOError, match=r"another run.*choose another --out"):
             Results(tmp_path, folder="--out")
+
+
+KEY = {**Key("m", "dense", "c0", "ruler", "vt", 64, "0", 42, "after_question")._asdict(), "score": 1.0}
+NEAR = {"tokens": 4, "kl": 0.1, "top1": 0.5, "loss": None, "dense_loss": None, "non_finite": None}
+
+
+def test_a_row_that_lacks_fields_is_refused_in_one_line(tmp_path, monkeypatch):
+    with Results(tmp_path) as results:
+        results.append(KEY)
+    monkeypatch.setattr(sys, "argv", ["eval", "report", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        command_line()
+    said = str(ended.value)
+    assert said.startswith("eval: results row")
+    assert "\n" not in said
+    assert "'sample': '0'" in said
+    assert "is missing; it was edited, or another version wrote it: move" in said
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("score", float("nan")), ("score", "1"), ("settings", {}), ("settings", {"method": {}, "specials": "neither"}),
+        ("cache_bytes", {}), ("seconds", None), ("meta", []), ("length", "4096"), ("non_finite", "x"),
+        ("score", 1.5), ("length", -1), ("prompt_tokens", 10**400), ("new_tokens", 10**20),
+        ("selected_layer", -2), ("method", 10**400),
+        ("cache_bytes", {"total": 0}), ("cache_bytes", {"total": -5}),
+        ("cache_bytes", {"total": 9, "middle": -5}), ("cache_bytes", {"total": 1e308}),
+        ("cache_bytes", {"total": 9, "allocated": float("inf")}),
+        ("seconds", {"per_token": -3.0}), ("seconds", {"prefill": 1e308}),
+        ("meta", {"depth_percent": "x"}), ("meta", {"depth_percent": [1]}),
+        ("meta", {"op": "x"}),
+        ("meta", {"op": 2.5}), ("meta", {"d": [1]}),
+        ("meta", {"turn": "x", "mode": "reuse"}),
+        ("meta", {"turn": None}), ("meta", {"turn": True}), ("meta", {"mode": [1]}),
+        ("settings", {"method": {"channels": "leank"}}),
+        ("settings", {"method": {"matched": 5}}), ("settings", {"method": {"matched": {"settings": 3}}}),
+        ("settings", {"method": {"matched": {"settings": [1]}}}),
+        ("fidelity", NEAR | {"kl": float("nan")}), ("fidelity", NEAR | {"tokens": 1.5}),
+        ("fidelity", NEAR | {"kl": None}), ("fidelity", NEAR | {"top1": 5.0}),
+        ("fidelity", NEAR | {"loss": 1e308, "dense_loss": -1e308}), ("fidelity", NEAR | {"top1": None}),
+    ],
+)  # fmt: skip
+def test_a_field_of_another_kind_is_named(field, value):
+    with pytest.raises(ValueError, match=f"'{field}.*(is missing|is wrong)"):
+        check_rows([{**row("dense", 0, 1.0), field: value}])
+
+
+@pytest.mark.parametrize("field", row("dense", 0, 1.0))
+def test_no_field_may_be_missing(field):
+    damaged = row("leank", 0, 0.5)
+    check_rows([damaged])
+    del damaged[field]
+    with pytest.raises(ValueError, match=f"'{field}' is missing"):
+        check_rows([damaged])

@@ -1,21 +1,31 @@
-"""One dense pass and N short decodes give the tokens of N separate generate() calls."""
+"""Samples through a model: batches, conversations, and greedy decoding."""
 
 import gc
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from leank.eval.benchmarks.base import Row
+from leank.eval.cache import compressed_cache
+from leank.eval.cache.attention.batched import Plain
+from leank.eval.cache.graph import DecodeLoop, capturable
+from leank.eval.inference import decode
 from leank.eval.inference.decode import greedy
-from leank.eval.inference.prefill import pad_left, prefill
-from leank.eval.inference.prompts import Prompt
-from leank.eval.methods import Method
+from leank.eval.inference.models import ModelConfig, load_model
+from leank.eval.inference.prefill import extend, pad_left, prefill
+from leank.eval.inference.prompts import Prompt, encode_turns
+from leank.eval.methods import Method, build_method
 from leank.eval.methods.prefill.asl import ASL
 from leank.eval.methods.prefill.fastkv import FastKV
+from leank.eval.methods.tokens.h2o import H2O
 from leank.eval.methods.tokens.snapkv import SnapKV
 from leank.eval.run.replay import Replay
 from leank.eval.run.settings import Settings
 from tests.helpers.cache_oracle import FAMILIES, tiny_model
 from tests.helpers.replay_tools import NEW, SIZES, Letters, alone, methods, prompts, rows
+from tests.helpers.text_tokenizers import tokenizer
 
 
 class Encoding(Letters):
@@ -49,30 +59,6 @@ def test_tokens_are_those_of_separate_runs(family, lengths, chunk):
         different += got[method.label] != got["dense"]
     assert different >= 3  # else the test would not notice a method that does nothing
     assert len({tuple(answer[0] for answer in answers) for answers in got.values()}) == 1  # dense's first tokens
-
-
-def test_end_of_text_ends_a_row_and_min_new_tokens_holds_it_off():
-    model, (ids,) = tiny_model("llama"), prompts([40])
-    free = alone(model, Method("dense"), ids, NEW, None)
-    eos = free[5]
-    dense = prefill(model, torch.tensor([ids]), None, NEW)
-
-    def run(least):
-        return greedy(model, dense.fork(), dense.logits, None, dense.lengths, [eos], [NEW], [least])
-
-    assert run(0)[0] == [free[: free.index(eos)]]
-    assert run(0)[1] == free.index(eos)
-    held = alone(model, Method("dense"), ids, NEW, None, eos=eos, min_new_tokens=9)
-    assert run(9)[0][0] == [t for t in held if t != eos]
-
-
-def test_rows_of_a_batch_have_their_own_limits():
-    model, ids = tiny_model("llama"), prompts([40, 22])
-    padded, real = pad_left(ids, 0, "cpu")
-    dense = prefill(model, padded, real, NEW)
-    tokens, _, _ = greedy(model, dense.fork(), dense.logits, real, dense.lengths, [], [4, NEW], [0, 0])
-    assert [len(t) for t in tokens] == [4, NEW]
-    assert tokens[0] == alone(model, Method("dense"), ids[0], 4, None)
 
 
 def test_a_stop_string_ends_a_row():
@@ -200,3 +186,181 @@ def test_answers_say_at_which_layer_a_pass_selected():
     made = [Prompt(i, 3) for i in prompts([40, 12])]
     found = Replay(tiny_model("llama"), Letters(), Settings()).answers(made, rows(2, 3), some)
     assert [[a.selected_layer for a in answers] for _, answers in found] == [[None, None], [0, -1]]
+
+
+ADDED = 5
+CONTEXTS, QUESTIONS = (40, 29, 33), ((9, 5, 12), (3, 14, 6), (8, 8, 1))  # tokens of each row; of each turn and row
+
+
+def every_method():
+    return [
+        *methods(),
+        Method("snapkv", tokens=SnapKV(14, 4), **SIZES),
+        Method("h2o", tokens=H2O(14), **SIZES),
+    ]
+
+
+def turns_of(one_cache, count):
+    """Prompts of `count` conversations, those of one after the other."""
+    made = []
+    for row in range(count):
+        ids = prompts([CONTEXTS[row], *(turn[row] for turn in QUESTIONS)], seed=row)
+        held, found = ids[0], []
+        for question in ids[1:]:
+            found.append(Prompt([*held, *question], len(held)))
+            held = found[-1].ids if one_cache else held
+        made += found
+    return made
+
+
+def by_hand(model, method, conversation, one_cache):
+    """The replies of one conversation: every turn on a cache of its own, made anew and fed all that comes before."""
+    context, replies = conversation[0].ids[: conversation[0].question], []
+    for prompt in conversation:
+        passed = method.run_prefill(model, torch.tensor([context]), None, 200)
+        cache = method.cache(model, passed)
+        logits = extend(model, cache, torch.tensor([prompt.ids[len(context) :]]), None)
+        reply = []
+        for _ in range(ADDED):
+            reply.append(int(logits[0].argmax()))
+            logits = extend(model, cache, torch.tensor([[reply[-1]]]), None)
+        replies.append(reply)
+    return replies
+
+
+@pytest.mark.parametrize("one_cache", [True, False], ids=["conversation", "reuse"])
+def test_answers_are_those_of_caches_fed_by_hand(one_cache):
+    model, count = tiny_model("llama"), len(CONTEXTS)
+    made = turns_of(one_cache, count)
+    engine = Replay(model, Letters(), Settings())
+    replies = {}
+    for method, answers in engine.answers(made, rows(len(made), ADDED), every_method(), 3, one_cache):
+        replies[method.label] = got = [answer.tokens for answer in answers]
+        for row in range(count):
+            want = by_hand(model, method, made[3 * row : 3 * row + 3], one_cache)
+            assert got[3 * row : 3 * row + 3] == want, method.label
+        assert all(answer.compressed is (None if method.label == "dense" else True) for answer in answers)
+        assert not any(answer.dense_only for answer in answers)
+    assert sum(reply != replies["dense"] for reply in replies.values()) >= 5
+
+
+ROWS = [
+    Row("t", f"0.{n}", "The magic number for fog is: 17.", f"\nWhat is the magic number for {key}?", (value,), 8,
+        "ruler_all", answer_prefix=f" The magic number for {key} is", target=f" {value}.")
+    for n, (key, value) in enumerate([("fog", "17"), ("rain", "23"), ("snow", "5")], 1)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["reference", "gpt4", "sentencepiece"])
+def test_a_turn_follows_the_turns_before_it(kind):
+    """The text is the chat template's whole conversation; without a template, text after text."""
+    words = tokenizer(kind)
+    made = encode_turns(words, ROWS, one_cache=True)
+    for before, after in pairwise(made):
+        assert after.ids[: after.question] == before.ids
+    text = words.decode(made[-1].ids)
+    if words.chat_template:
+        messages = [{"role": "user", "content": ROWS[0].prompt}]
+        for before, row in pairwise(ROWS):
+            messages.append({"role": "assistant", "content": before.answer_prefix + before.target})
+            messages.append({"role": "user", "content": row.question})
+        want = words.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + ROWS[-1].answer_prefix
+    else:
+        end = words.eos_token or ""
+        said = [row.question + row.answer_prefix + row.target + end for row in ROWS]
+        want = ROWS[0].context + "".join(said).removesuffix(ROWS[-1].target + end)
+    assert squeezed(text).endswith(squeezed(want))
+    apart = encode_turns(words, ROWS, one_cache=False)
+    assert {prompt.question for prompt in apart} == {made[0].question}
+
+
+def squeezed(text):
+    """A text without blanks, which tokenizers put before words."""
+    return "".join(text.split())
+
+
+def test_a_prompt_that_is_only_one_turn_is_as_before():
+    words = tokenizer("reference")
+    assert encode_turns(words, ROWS[:1], one_cache=False)[0] == encode_turns(words, ROWS, one_cache=True)[0]
+
+
+MORE = 100  # three flushes of 32
+
+
+@pytest.mark.filterwarnings("ignore:attention over the compressed cache")
+def test_only_caches_that_the_kernel_reads_whole_are_captured():
+    model = tiny_model("llama")
+    config = model.config
+    keep = torch.ones(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype=torch.bool)
+    cache = compressed_cache(model, keep, 4, 16)
+    prompt = torch.arange(40)[None] + 5
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+    assert not capturable(cache)  # nothing has been read yet
+    DecodeLoop(model, cache, torch.tensor([[40]])).step(torch.tensor([[7]]))
+    assert cache.get_seq_length() == 41
+    assert isinstance(cache.layers[0].backend, Plain)
+    assert not capturable(cache)
+    for layer in cache.layers:
+        layer.backend = SimpleNamespace(captures=True)
+    assert capturable(cache)
+    cache.layers[1].store.seen[0] = 3  # shorter than the sink
+    assert not capturable(cache)
+    assert not capturable(prefill(model, prompt, None, 8).fork())
+
+
+def written_one_by_one(model, ids, eos, most, least):
+    """Greedy tokens after the prompt ids [1, T], the end-of-text token that ended them included."""
+    tokens = []
+    while len(tokens) < most and not (tokens and tokens[-1] in eos):
+        with torch.no_grad():
+            logits = model(torch.cat([ids, torch.tensor([tokens], dtype=torch.long)], 1)).logits[0, -1]
+        if len(tokens) < least:
+            logits[eos] = -torch.inf
+        tokens.append(int(logits.argmax()))
+    return tokens
+
+
+def test_rows_end_at_their_own_bounds_and_no_step_follows_the_last():
+    model, prompts = tiny_model("llama"), [[7, 8, 9, 4], [5, 6], [11, 3, 2]]
+    free = written_one_by_one(model, torch.tensor(prompts[:1]), [], 12, 0)
+    for at in (0, 3, 5):
+        eos = free[at : at + 2]  # with at least at + 1 tokens, the last of them is the first of these if it may be
+        for most, least in (([6, 1, 9], [0, 0, 0]), ([8, 8, 0], [at + 1, 0, 0]), ([1, 8, 1], [1, 0, 0]),
+                            ([8, 8, 9], [at, 0, at + 2])):  # fmt: skip
+            ids, real = pad_left(prompts, 0, "cpu")
+            dense = prefill(model, ids, real, max(most))
+            found, steps, broken = greedy(model, dense.fork(), dense.logits, real, dense.lengths, eos, most, least)
+            rows = zip(prompts, most, least, strict=True)
+            wanted = [written_one_by_one(model, torch.tensor([p]), eos, n, m) for p, n, m in rows]
+            assert found == [[token for token in row if token not in eos] for row in wanted]
+            assert steps == max(map(len, wanted)) - 1  # the first token comes from the prompt's pass
+            assert broken == [None] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"channels": {"name": "lowest_frequencies", "ratio": 0.7}},
+        {"channels": {"name": "think", "ratio": 0.6}, "bits": {"name": "kivi", "bits": 4}},
+    ],
+    ids=["static channels", "packed, channels of each prompt"],
+)
+@pytest.mark.parametrize("lengths", [[400, 400], [420, 180, 300]], ids=["equal", "padded"])
+def test_a_captured_loop_gives_the_tokens_of_an_eager_one(config, lengths, monkeypatch):
+    model = load_model(ModelConfig())
+    chosen = build_method("one", config, {"sink": 16, "window": 96})
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(10, 4000, (n,), generator=generator).tolist() for n in lengths]
+    ids, real = pad_left(prompts, 0, model.device)
+    captures, capture = [], DecodeLoop.capture
+    monkeypatch.setattr(DecodeLoop, "capture", lambda loop: (captures.append(1), capture(loop)))
+    found = []
+    for least in (MORE, 16):  # never captured, captured
+        monkeypatch.setattr(decode, "CAPTURE_FOR", least)
+        dense = prefill(model, ids, real, MORE, chosen.obs_queries)
+        cache, n = chosen.cache(model, dense), [MORE] * len(lengths)
+        found.append(greedy(model, cache, dense.logits, real, dense.lengths, [], n, n))
+    assert captures == [1]
+    assert found[0] == found[1]

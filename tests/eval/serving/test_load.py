@@ -1,8 +1,12 @@
 """The load of the serving benchmark: what it asks, and when a reply counts as a wrong one."""
 
+import asyncio
+import json
 from types import SimpleNamespace
 
-from scripts.bench.serving import SURE, Asked, Load, departs, drawn
+import pytest
+
+from scripts.bench.serving import SURE, Asked, Load, departs, drawn, form, load, loads, parsed, settings
 
 
 def test_requests_arrive_at_the_rate_share_prefixes_and_have_the_lengths_asked_for():
@@ -26,3 +30,76 @@ def test_a_reply_is_wrong_where_the_model_was_sure():
     assert departs(wanted, reply([1, 2, 3], 0)) is None
     assert departs(wanted, reply([1, 4, 3], 0)) > SURE
     assert departs(reply([1, 2, 3], SURE / 2), reply([1, 2, 4], 0)) < SURE
+
+
+def test_each_bound_has_its_own_requests_and_rate_or_all_have_one():
+    given = ("offline", "OUT", "--at-once", "8", "64", "--lengths", "128", "512", "--requests", "24", "96")
+    found = loads(parsed([*given, "--rate", "2"]))
+    assert [(load.at_once, load.count, load.rate) for load in found] == [(8, 24, 2), (64, 96, 2)]
+    assert {(load.shortest, load.longest) for load in found} == {(128, 512)}
+    assert {load.count for load in loads(parsed(["offline", "OUT", "--at-once", "1", "2", "3"]))} == {200}
+
+
+def test_stock_takes_a_cache_of_fewer_bits_and_says_so_in_the_names_of_its_files():
+    args = parsed(["speed", "OUT", "--stock", "--kv-cache-dtype", "fp8", "--batches", "1x64", "3x32"])
+    assert form(args) == "stock_fp8"
+    assert settings(args)["kv_cache_dtype"] == "fp8"
+    assert settings(args)["max_num_seqs"] >= 3
+    assert form(parsed(["speed", "OUT", "--stock"])) == "stock"
+    masked = parsed(["speed", "OUT", "--settings", '{"max_num_seqs": 7}'])
+    assert form(masked) == "mask"
+    assert settings(masked)["kv_cache_dtype"] == "auto"
+    assert settings(masked)["max_num_seqs"] == 7
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["speed", "OUT", "--kv-cache-dtype", "fp8"], "add --stock"),
+        (["offline", "OUT", "--at-once", "1", "2", "--rate", "1", "2", "3"], "--rate has 3 values"),
+        (["load", "URL", "--requests", "1", "2"], "--requests has 2 values"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(capsys, given, said):
+    with pytest.raises(SystemExit):
+        parsed(given)
+    assert said in capsys.readouterr().err
+
+
+def test_a_server_that_fails_and_goes_away_is_counted_and_ends_no_load():
+    web = pytest.importorskip("aiohttp.web")
+    asked = 0
+
+    async def models(_):
+        return web.json_response({"data": [{"id": "some"}]})
+
+    async def complete(request):
+        nonlocal asked
+        asked += 1
+        if asked > 40:  # from here on it does not answer
+            request.transport.abort()
+            return web.Response()
+        reply = web.StreamResponse()
+        await reply.prepare(request)
+        broken = {"error": {"code": 500}}
+        ended = {"choices": [{"finish_reason": "length"}]}
+        await reply.write(b"data: " + json.dumps(broken if asked % 2 else ended).encode() + b"\n\ndata: [DONE]\n\n")
+        return reply
+
+    async def measured():
+        app = web.Application()
+        app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", complete)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]
+        try:
+            return await load(f"http://127.0.0.1:{port}", 60, seed=0)
+        finally:
+            await runner.cleanup()
+
+    found = asyncio.run(measured())
+    assert found["not answered"] == 20
+    assert found["error"] + found["finished by length"] + found["cancelled"] == 40
+    assert found["error"] > 10

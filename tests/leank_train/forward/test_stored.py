@@ -45,14 +45,13 @@ def slow(q, k, v, widths, scale, plain, middle, first):
     """Attention [Hq, n, D] of one branch in dense matrices; plain, middle: bool [n, T]; cells begin at `first` [T]."""
     group, out = len(q) // len(k), []
     for h, query in enumerate(q):
-        of_keys, of_value = widths[h // group, :-1], widths[h // group, -1]
+        of_keys, (of_value, gate) = widths[h // group, :-2], widths[h // group, -2:]
         keys, values = k[h // group].clone(), v[h // group].clone()
         for start, stop in first:
             cells = keys[start:stop]
             keys[start:stop] = torch.stack([one(x, w) for x, w in zip(cells.mT, of_keys, strict=True)], 1)
         values = torch.stack([one(x, of_value, fade=False) for x in values])
         weights = (query @ k[h // group].mT * scale).exp() * plain
-        gate = (of_value / 2).clamp(max=1)
         stored_weights = (query @ keys.mT * scale).exp() * middle * (gate + 1e-3 * (1 - gate))
         total = (weights + stored_weights).sum(-1, keepdim=True)
         out.append((weights @ v[h // group] + stored_weights @ values) / total)
@@ -70,7 +69,7 @@ def one(x, width, fade=True):
 def the_pass(widths, sink=3, window=6, empty="zero"):
     """A pass over one document of 90 tokens with two questions, of 9 and 4, and answers of 3 and 2; and its tensors."""
     generator = torch.Generator().manual_seed(5)
-    H, D, n = 2, widths.shape[-1] - 1, 3
+    H, D, n = 2, widths.shape[-1] - 2, 3
     keys, values = (normal(1, H, 90, D, seed=s) for s in (1, 2))
     prefix = Prefix([keys], [values], torch.arange(90)[None], torch.tensor([90]))
     lengths, asked = torch.tensor([9, 4]), torch.arange(9)
@@ -88,7 +87,8 @@ def the_pass(widths, sink=3, window=6, empty="zero"):
 def random_widths(seed, heads=2, dim=8):
     generator = torch.Generator().manual_seed(seed)
     at = torch.randint(len(WIDTHS), (1, heads, dim + 1), generator=generator)
-    return torch.tensor(WIDTHS, dtype=torch.float64)[at]
+    shares = torch.rand(1, heads, 1, generator=generator, dtype=torch.float64)
+    return torch.cat([torch.tensor(WIDTHS, dtype=torch.float64)[at], shares], -1)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -109,8 +109,9 @@ def test_attention_equals_the_dense_form(seed):
 
 
 def test_every_width_has_its_gradient():
-    widths = random_widths(7) + 0.05  # off the grid, where the level changes
-    widths = widths.clamp(max=15).requires_grad_()
+    widths = random_widths(7)
+    widths[..., :-1] = (widths[..., :-1] + 0.05).clamp(max=15)  # off the grid, where the level changes
+    widths.requires_grad_()
 
     def attend(widths):
         state, given, _ = the_pass(widths)

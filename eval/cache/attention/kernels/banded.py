@@ -6,8 +6,9 @@ bytes as its layout says, and its pages are read once. A code of the narrow band
 bits have no line of the upper one, of which nothing is read.
 
 `read` is compiled for a few forms of heads (`storage.banded.forms`), each a loop of its own without branches, in which
-Triton asks for the next pages while it multiplies. A loop takes a band's lines in pieces. Tiles of codes become operands
-where they lie; that takes pieces of 32 lines, and only loads and constants in what makes a number (docs/results/attention.md).
+Triton asks for the next pages while it multiplies. A loop takes a band's lines in pieces, whose codes become operands
+where they lie. Triton does that for pieces of 32 lines, and for numbers that are made of loads and constants alone;
+others it would write to shared memory and read again, which took half of the time.
 
 Names as in eval.cache.attention.kernels.packed. A *line* of codes is a byte for every 64 tokens, or 32 below 8 bits.
 """
@@ -46,18 +47,12 @@ WIDTHS = tl.constexpr(len(VALUE_BITS))
 
 
 class Codes(NamedTuple):
-    """What `read` is compiled for, beside the decode kernel's `Form`.
+    """What `read` is compiled for, beside the decode kernel's `Form`."""
 
-    FORMS: of heads, see `storage.banded.forms`
-    PAGES: bytes of a page of K and V for which each has room
-    AHEAD: bytes that a program may ask for before it needs them
-    PTX: whether codes are unpacked in PTX, which Triton's interpreter cannot run
-    """
-
-    FORMS: tuple[Any, ...]
-    PAGES: tuple[int, ...]
-    AHEAD: int
-    PTX: bool
+    FORMS: tuple[Any, ...]  # of heads, see `storage.banded.forms`
+    PAGES: tuple[int, ...]  # bytes of a page of K and V for which each has room
+    AHEAD: int  # bytes that a program may ask for before it needs them
+    PTX: bool  # whether codes are unpacked in PTX, which Triton's interpreter cannot run
 
 
 # fmt: off
@@ -150,7 +145,10 @@ def _room(n):
 
 @triton.jit
 def page_bytes(n, NUMBER: tl.constexpr, PAGE: tl.constexpr):
-    """Bytes of a page of K. n: channels in 16, 8 and 4 bits, narrow ones, those of them with 3; NUMBER: bytes of one."""
+    """Bytes of a page of K, in which a number takes NUMBER bytes.
+
+    n: channels in 16, 8 and 4 bits, narrow ones, and those of them with 3
+    """
     even = _room(n[0]) * (PAGE * NUMBER) + _room(n[1]) * (PAGE + 2 * NUMBER) + _room(n[2]) * (PAGE // 2 + 2 * NUMBER)
     return even + _room(n[3]) * (PAGE // 4 + 2 * NUMBER) + _room(n[4]) * (PAGE // 8)
 
@@ -179,7 +177,7 @@ def _narrow_queries(q_row, ok, index, n, C: tl.constexpr, F: tl.constexpr):
 def _narrow(
     s, t, q, page, start, left, n, third, dtype: tl.constexpr, C: tl.constexpr, F: tl.constexpr, PTX: tl.constexpr,
 ):
-    """Add the products of a narrow band of n channels, at most C, to the logits s and t of a page's halves, [P, M, HALF].
+    """Add the products of a narrow band of n channels, at most C, to s and t, logits of a page's halves [P, M, HALF].
 
     q: queries from `_narrow_queries`
     page: address of the band in the first page; start: [P], bytes to the page that each warp reads
@@ -318,10 +316,7 @@ def _sums(
     q_row, ok, index, layer, k_at, v_at, first, last, n, scale,
     FORM: tl.constexpr, N: tl.constexpr, F: tl.constexpr, CODES: tl.constexpr,
 ):
-    """Every warp's softmax of tokens [first, last) of a part whose bands have n channels, a tuple.
-
-    The result is what `packed._together` takes.
-    """
+    """Every warp's softmax of tokens [first, last) of a part whose bands have n channels, for `packed._together`."""
     D: tl.constexpr = F.D
     PAGE: tl.constexpr = F.PAGE
     WARPS: tl.constexpr = F.WARPS
@@ -482,7 +477,8 @@ def _put_narrow(ring, slots, oldest, index, n, third, page, D: tl.constexpr):
             byte = tl.zeros([HALF, AT_ONCE], tl.int32)
             for i in tl.static_range(2):
                 channel = tl.where(there, 4 * row + 2 * later + i, n)
-                x, y, scale, zero = _coded(ring, slots, oldest, index, channel, n, tl.where(channel < third, 7.0, 3.0), D)
+                top = tl.where(channel < third, 7.0, 3.0)
+                x, y, scale, zero = _coded(ring, slots, oldest, index, channel, n, top, D)
                 byte |= (x & 3) << 2 * i | (y & 3) << 2 * i + 4
                 bits |= (x >> 2) << 2 * i + later | (y >> 2) << 2 * i + later + 4
                 _put_scales(scales, (2 * i + later) * lines + row, scale, zero, there)
@@ -561,7 +557,7 @@ def move(
     ring_k, ring_v, k, v, index, places, bands, seen_ptr, start_ptr, length_ptr, done,
     index_b, slots, window, flush, H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
 ):
-    """Program (b, h): pack the tokens due of row b's window, whole groups, behind those that head h holds.
+    """Program (b, h): pack the due whole groups of row b's window behind those that head h holds; see `packed.move`.
 
     The parameters are those of `packed.move`.
     bands: int32 [H, 6], channels in 16, 8 and 4 bits, narrow ones, those of them with 3, and the bits of V
