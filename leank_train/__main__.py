@@ -1,7 +1,5 @@
 """Train a mask: python -m leank_train +experiment=reference_70pct."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Sequence

@@ -18,14 +18,10 @@ from leank.data_gen.tasks import Mixture
 
 
 class Ragged(NamedTuple):
-    """Rows of token ids that differ in length.
+    """Rows of token ids that differ in length."""
 
-    ids: [rows, longest], padded on the right with 0.
-    lengths: [rows] on the host, where passes are planned (`forward.plan`).
-    """
-
-    ids: Tensor
-    lengths: Tensor
+    ids: Tensor  # [rows, longest], padded on the right with 0
+    lengths: Tensor  # [rows] on the host, where passes are planned (`forward.plan`)
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> Ragged:
@@ -38,16 +34,11 @@ class Ragged(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """B documents with M questions each, R = B * M branches; all int64, ids padded on the right with 0.
+    """B documents with M questions each, R = B * M branches; all int64, ids padded on the right with 0."""
 
-    documents: [B, P], ids.
-    prompts: [R, T], ids of question, answer prefix and answer.
-    answers: [R, N], ids; the last tokens of the prompts.
-    """
-
-    documents: Ragged
-    prompts: Ragged
-    answers: Ragged
+    documents: Ragged  # [B, P], ids
+    prompts: Ragged  # [R, T], ids of question, answer prefix and answer
+    answers: Ragged  # [R, N], ids; the last tokens of the prompts
 
     @property
     def question_lengths(self) -> Tensor:

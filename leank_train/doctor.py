@@ -6,8 +6,6 @@ MODEL is a folder, a name on the hub, or a shipped model. The bytes are those of
 the weights and the cache once a token, so the ratio of these bytes is what a step can gain at most.
 """
 
-from __future__ import annotations
-
 import argparse
 import warnings
 from collections.abc import Iterator, Sequence

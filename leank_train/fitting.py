@@ -3,8 +3,6 @@
 A stage with patience ends once documents that it does not train on no longer gain from it.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The folder of a run: one run at a time writes into it, and its checkpoints belong to one config and its inputs."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator
@@ -26,22 +24,14 @@ REQUEUED = 120.0  # seconds that a requeued job waits for the lock of its predec
 
 @dataclass(frozen=True)
 class Run:
-    """A training run that has claimed its folder.
+    """A training run that has claimed its folder."""
 
-    config: the typed settings.
-    resolved: the same settings in built-in types, as config.yaml holds them.
-    fingerprint: of the settings.
-    out: the run directory.
-    first: whether this is the first of the run's processes, which alone writes results.
-    alone: whether it is the only one.
-    """
-
-    config: RunConfig
-    resolved: dict[str, object]
-    fingerprint: str
-    out: Path
-    first: bool
-    alone: bool
+    config: RunConfig  # the typed settings
+    resolved: dict[str, object]  # the same settings in built-in types, as config.yaml holds them
+    fingerprint: str  # of the settings
+    out: Path  # the run directory
+    first: bool  # whether this is the first of the run's processes, which alone writes results
+    alone: bool  # whether it is the only one
 
 
 @contextmanager

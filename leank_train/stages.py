@@ -8,8 +8,6 @@ The distance d of teacher and student is the stage's objective, a class of `lean
 model's head makes of them (objective=kl).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -40,61 +38,46 @@ OBJECTIVES = objectives()
 
 @dataclass(frozen=True)
 class StageConfig(Checked):
-    """Settings of one stage; `stage1` and `stage2` of conf hold the paper's values and name the official code's.
+    """Settings of one stage; `stage1` and `stage2` of conf hold the paper's values and name the official code's."""
 
-    steps: optimizer steps; 0 skips the stage.
-    lr: Adam's learning rate, or "auto", which chooses it and Adam's momentum by the number of steps.
-    schedule: of the learning rate; see `distill.lr_factor`.
-    reduction: of the distance; see `l2.l2_loss`.
-    clamp: whether alpha stays in [0, 1].
-    empty_heads: "drop" or "zero", what Eq. 1 does for a head without channels.
-    lam: stage 1's lambda, or "auto", which steers it to the pruning ratio.
-    l1: stage 1's penalty; see `distill.l1_penalty`.
-    straight_through: stage 2's gradient; see `distill.straight_through`.
-    objective: the distance, a name in `leank_train.objective` such as "l2" (hidden states) or "kl" (next tokens).
-    patience: looks at held-out documents in a row without a gain, after which the stage ends; 0 never looks.
-    heldout_every: steps between two looks.
-    heldout_documents: held-out documents, of all ranks together.
-    """
-
-    steps: Count
+    steps: Count  # optimizer steps; 0 skips the stage
+    # Adam's learning rate, or "auto", which chooses it and Adam's momentum by the number of steps
     lr: Annotated[float, Gt(0), Le(1), "scores lie in [0, 1], and the paper has 0.02"] | Auto
-    schedule: Annotated[str, OneOf(*distill.SCHEDULES)] = "official"
-    reduction: Annotated[str, OneOf(*distill.REDUCTIONS)] = "official"
-    clamp: bool = True
+    schedule: Annotated[str, OneOf(*distill.SCHEDULES)] = "official"  # of the learning rate; see `distill.lr_factor`
+    reduction: Annotated[str, OneOf(*distill.REDUCTIONS)] = "official"  # of the distance; see `l2.l2_loss`
+    clamp: bool = True  # whether alpha stays in [0, 1]
+    # "drop" or "zero", what Eq. 1 does for a head without channels.
     empty_heads: Annotated[str, OneOf(*EMPTY_HEADS)] = "zero"
+    # stage 1's lambda, or "auto", which steers it to the pruning ratio
     lam: Annotated[float, Ge(0), Le(1000), "the paper has 0.06"] | Auto = 0.0
-    l1: Annotated[str, OneOf(*distill.L1_FORMS)] = "mean"
+    l1: Annotated[str, OneOf(*distill.L1_FORMS)] = "mean"  # stage 1's penalty; see `distill.l1_penalty`
+    # stage 2's gradient; see `distill.straight_through`
     straight_through: Annotated[str, OneOf(*distill.STRAIGHT_THROUGH)] = "binary"
+    # the distance, a name in `leank_train.objective` such as "l2" (hidden states) or "kl" (next tokens)
     objective: Annotated[str, OneOf(*OBJECTIVES)] = "l2"
+    # looks at held-out documents in a row without a gain, after which the stage ends; 0 never looks
     patience: Count = 0
-    heldout_every: Positive = 20
-    heldout_documents: Positive = 8
+    heldout_every: Positive = 20  # steps between two looks
+    heldout_documents: Positive = 8  # held-out documents, of all ranks together
 
 
 @dataclass(frozen=True)
 class PruningConfig(Checked):
-    """The mask to learn.
+    """The mask to learn."""
 
-    ratio: share of K channels to prune.
-    align: every head keeps a multiple of this number of channels.
-    rounding: see `ChannelMask.from_scores`.
-    sink, window: first and last tokens that keep all channels.
-    compensation: what a pruned channel has in the middle: "none" is 0 (the paper), "mean" its mean over calibration
-        documents (`ChannelMask.mean_keys`), which a mask's file then holds.
-    nested: other ratios for which stage 1 orders the channels, so that the mask of a higher ratio is part of that of a
-        lower one; none is the paper's way. With `bytes`, other budgets.
-    bytes: a budget, the share of dense's bytes that the middle may take; it makes the run learn a layout of bits
-        (`leank_train.layouts`) and not a mask, so that `ratio` and `rounding` have no effect. None is the paper's way.
-    """
-
-    ratio: Annotated[Share, "it is the share of channels to prune, e.g. 0.7"]
-    align: Positive = 32
-    rounding: Annotated[str, OneOf(*ROUNDINGS)] = "exact"
-    sink: Count = 128
+    ratio: Annotated[Share, "it is the share of channels to prune, e.g. 0.7"]  # share of K channels to prune
+    align: Positive = 32  # every head keeps a multiple of this number of channels
+    rounding: Annotated[str, OneOf(*ROUNDINGS)] = "exact"  # see `ChannelMask.from_scores`
+    sink: Count = 128  # sink, window: first and last tokens that keep all channels
     window: Positive = 1024
+    # what a pruned channel has in the middle: "none" is 0 (the paper), "mean" its mean over calibration documents
+    # (`ChannelMask.mean_keys`), which a mask's file then holds
     compensation: Annotated[str, OneOf("none", "mean")] = "none"
+    # other ratios for which stage 1 orders the channels, so that the mask of a higher ratio is part of that of a lower
+    # one; none is the paper's way. With `bytes`, other budgets.
     nested: Sequence[Annotated[Share, "it is a share of channels to prune, e.g. 0.9"]] = ()
+    # a budget, the share of dense's bytes that the middle may take; it makes the run learn a layout of bits
+    # (`leank_train.layouts`) and not a mask, so that `ratio` and `rounding` have no effect. None is the paper's way.
     bytes: Annotated[float, Gt(0), Le(1), "it is a share of dense's bytes, e.g. 0.3"] | None = None
 
     @property

@@ -1,7 +1,5 @@
 """A training run, from a Hydra config to a filled run directory: stage 1, stage 2, masks, validation, plots."""
 
-from __future__ import annotations
-
 import logging
 import time
 from pathlib import Path
@@ -42,30 +40,21 @@ log = logging.getLogger("leank_train")
 
 
 class Metrics(TypedDict, total=False):
-    """The results of a training run; a run without validation has no "validation".
+    """The results of a training run; a run without validation has no "validation"."""
 
-    pruning_ratio: share of K channels that the mask prunes.
-    bytes: share of dense's bytes that the middle of a layout of bits takes.
-    empty_heads, heads: KV heads without kept channels, and all KV heads.
-    separation: how far stage 1 has driven the scores apart (`Separation.metrics`).
-    distillation: stage -> distillation loss of its last step.
-    heldout: stage with early stopping -> "step" and "loss" of its best look, and the step at which it "ended".
-    verdict: KL to dense of the mask and of those that it has to beat, and doubts (`leank_train.verdict`).
-    seconds: phase -> seconds.
-    config: fingerprint of the settings.
-    """
-
-    pruning_ratio: float
-    bytes: float
-    empty_heads: int
+    pruning_ratio: float  # share of K channels that the mask prunes
+    bytes: float  # share of dense's bytes that the middle of a layout of bits takes
+    empty_heads: int  # empty_heads, heads: KV heads without kept channels, and all KV heads
     heads: int
     alpha_mean: float
-    separation: dict[str, float]
-    distillation: dict[str, float]
+    separation: dict[str, float]  # how far stage 1 has driven the scores apart (`Separation.metrics`)
+    distillation: dict[str, float]  # stage -> distillation loss of its last step
+    # stage with early stopping -> "step" and "loss" of its best look, and the step at which it "ended"
     heldout: dict[str, dict[str, float]]
+    # KL to dense of the mask and of those that it has to beat, and doubts (`leank_train.verdict`)
     verdict: dict[str, object]
-    seconds: dict[str, float]
-    config: str
+    seconds: dict[str, float]  # phase -> seconds
+    config: str  # fingerprint of the settings
     validation: Validation
 
 

@@ -4,8 +4,6 @@ The learned mask is compared with dense, ThinK and the masks that need no traini
 their differences are paired.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -33,16 +31,12 @@ UNSEEN = 1_000_003  # added to the seed of a run: validation samples have seeds 
 
 
 class Validation(TypedDict):
-    """Scores of validation, %.
+    """Scores of validation, %."""
 
-    recall: method -> task, or "average" -> score.
-    leank_minus: method -> the points by which the learned mask is above it (mean), and its interval (low, high).
-    samples: how many were scored: "per_task_and_length", and the "lengths".
-    """
-
-    recall: dict[str, dict[str, float]]
+    recall: dict[str, dict[str, float]]  # method -> task, or "average" -> score
+    # method -> the points by which the learned mask is above it (mean), and its interval (low, high)
     leank_minus: dict[str, dict[str, float]]
-    samples: dict[str, int | list[int]]
+    samples: dict[str, int | list[int]]  # how many were scored: "per_task_and_length", and the "lengths"
 
 
 def validate(config: RunConfig, backbone: Backbone, mask: ChannelMask, out: Path) -> Validation:

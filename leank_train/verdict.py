@@ -7,8 +7,6 @@ at equal bytes, equal bits everywhere, and no middle. A mask that one of them be
 the mask's file says so whenever it is loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -43,15 +41,11 @@ Losses = Mapping[str, Mapping[str, list[float]]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """KL to dense under each mask.
+    """KL to dense under each mask."""
 
-    losses: of each document; the same documents under every mask.
-    ratios: name -> pruning ratio, of the masks of this run.
-    bytes: name -> share of dense's bytes, of the layouts of this run, which has no ratios then.
-    """
-
-    losses: Losses
-    ratios: Mapping[str, float]
+    losses: Losses  # of each document; the same documents under every mask
+    ratios: Mapping[str, float]  # name -> pruning ratio, of the masks of this run
+    # name -> share of dense's bytes, of the layouts of this run, which has no ratios then
     bytes: Mapping[str, float] = field(default_factory=dict)
 
     @property

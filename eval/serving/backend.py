@@ -150,24 +150,16 @@ def all_new(states: Iterable[Any]) -> bool:
 
 @dataclass
 class GroupStep:
-    """What vLLM says of one step to one group.
+    """What vLLM says of one step to one group."""
 
-    starts: [R + 1], the first row of each request in the step's tokens
-    lengths: int32 [R], positions of each request once the step is done
-    known: the same on the host, exact but for speculative decoding; None = not said
-    prompts: int [R], tokens of each prompt, None = not said, as in the dummy steps with which vLLM captures graphs
-    table: int32 [R, blocks], block table
-    slots: int64 [tokens], the slots of the new positions
-    step: the step of both groups, once a layer has asked for it
-    """
-
-    starts: list[int]
-    lengths: Tensor
-    known: Tensor | None
+    starts: list[int]  # [R + 1], the first row of each request in the step's tokens
+    lengths: Tensor  # int32 [R], positions of each request once the step is done
+    known: Tensor | None  # the same on the host, exact but for speculative decoding; None = not said
+    # int [R], tokens of each prompt, None = not said, as in the dummy steps with which vLLM captures graphs
     prompts: Tensor | None
-    table: Tensor
-    slots: Tensor
-    step: Step | DeviceStep | None = None
+    table: Tensor  # int32 [R, blocks], block table
+    slots: Tensor  # int64 [tokens], the slots of the new positions
+    step: Step | DeviceStep | None = None  # the step of both groups, once a layer has asked for it
 
     def join(self, layout: PageLayout, rest: GroupStep, room: int) -> Step | DeviceStep:
         """Make the step of both groups; self is that of `kept`, and room that of `prefill.batches`."""

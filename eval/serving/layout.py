@@ -48,43 +48,29 @@ HEAD_DIMS = (32, 64, 128)  # channels of a head that the kernels read
 
 @dataclass(frozen=True)
 class Stripe:
-    """One head's K or V in a group.
+    """One head's K or V in a group."""
 
-    start: first column in a token of the whole model
-    count: columns that hold channels, at most `width`; 0 = nothing is stored
-    width: columns, a multiple of STRIPE
-    """
-
-    start: int
-    count: int
-    width: int
+    start: int  # first column in a token of the whole model
+    count: int  # columns that hold channels, at most `width`; 0 = nothing is stored
+    width: int  # columns, a multiple of STRIPE
 
 
 @dataclass(frozen=True)
 class HeadStripes:
-    """What a group stores of one KV head.
+    """What a group stores of one KV head."""
 
-    k, v: where
-    channels: int64 [k.count], the K channels stored, ascending
-    """
-
-    k: Stripe
+    k: Stripe  # k, v: where
     v: Stripe
-    channels: Tensor
+    channels: Tensor  # int64 [k.count], the K channels stored, ascending
 
 
 @dataclass(frozen=True)
 class PageGroup:
-    """One of the two groups of pages.
+    """One of the two groups of pages."""
 
-    block: tokens of a page
-    layers: [L][H]
-    columns: of a token over all layers, a multiple of LINE
-    """
-
-    block: int
-    layers: tuple[tuple[HeadStripes, ...], ...]
-    columns: int
+    block: int  # tokens of a page
+    layers: tuple[tuple[HeadStripes, ...], ...]  # [L][H]
+    columns: int  # of a token over all layers, a multiple of LINE
 
     def stripe(self, pages: Tensor, stripe: Stripe) -> Tensor:
         """The view [blocks, block, width] of a stripe; pages [blocks, page_columns]."""
@@ -126,18 +112,13 @@ class PageGroup:
 
 @dataclass(frozen=True)
 class PageLayout:
-    """The two groups of a mask, and the sizes that both share.
+    """The two groups of a mask, and the sizes that both share."""
 
-    kept, rest: the groups; each stores something
-    sink, window: tokens kept whole
-    head_dim: D
-    """
-
-    kept: PageGroup
+    kept: PageGroup  # kept, rest: the groups; each stores something
     rest: PageGroup
-    sink: int
+    sink: int  # sink, window: tokens kept whole
     window: int
-    head_dim: int
+    head_dim: int  # D
 
     @classmethod
     def of(cls, keep: Tensor, block: int, sink: int, window: int) -> Self:

@@ -27,21 +27,14 @@ MERGE = 64  # lines of partial results that a merge asks for at a time
 
 @dataclass(frozen=True)
 class _Layer:
-    """The tables of one layer on the device.
+    """The tables of one layer on the device."""
 
-    kept, rest: stripes and channels of each group
-    even: whether every head keeps a multiple of 32 channels, so that columns need no masks
-    columns: int32 [H, D], the column of each channel in its stripe of `kept`, -1 - c for column c of `rest`
-    place: int32 [H], the place of each head among those with a middle, or among those without
-    full, few: int64, query heads with a middle, and those without
-    """
-
-    kept: tuple[Tensor, Tensor]
+    kept: tuple[Tensor, Tensor]  # kept, rest: stripes and channels of each group
     rest: tuple[Tensor, Tensor]
-    even: bool
-    columns: Tensor
-    place: Tensor
-    full: Tensor
+    even: bool  # whether every head keeps a multiple of 32 channels, so that columns need no masks
+    columns: Tensor  # int32 [H, D], the column of each channel in its stripe of `kept`, -1 - c for column c of `rest`
+    place: Tensor  # int32 [H], the place of each head among those with a middle, or among those without
+    full: Tensor  # full, few: int64, query heads with a middle, and those without
     few: Tensor
 
 
@@ -282,22 +275,16 @@ def decoding_first(starts: Sequence[int], tokens: int) -> int:
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """What one step computes; every layer reads it.
+    """What one step computes; every layer reads it."""
 
-    decodes: requests at the front with at most one new position; request i has row i of the step's tokens
-    lengths: int32 [R], positions of each request once the step is done; 0 = padding
-    tables: int32 [R, blocks] each, the block tables of `kept` and `rest`
-    slots: int64 [tokens] each, the slots of the new positions in `kept` and `rest`; a slot of the null block or below
-        stores nothing
-    batches: the requests behind the first `decodes`, without those of `others`
-    others: requests that compute positions again which the model had generated before, a step each
-    """
-
-    decodes: int
-    lengths: Tensor
-    tables: tuple[Tensor, Tensor]
+    decodes: int  # requests at the front with at most one new position; request i has row i of the step's tokens
+    lengths: Tensor  # int32 [R], positions of each request once the step is done; 0 = padding
+    tables: tuple[Tensor, Tensor]  # int32 [R, blocks] each, the block tables of `kept` and `rest`
+    # int64 [tokens] each, the slots of the new positions in `kept` and `rest`; a slot of the null block or below stores
+    # nothing
     slots: tuple[Tensor, Tensor]
-    batches: Sequence[Batch] = ()
+    batches: Sequence[Batch] = ()  # the requests behind the first `decodes`, without those of `others`
+    # requests that compute positions again which the model had generated before, a step each
     others: Sequence[attention.Step] = ()
 
     def attend(

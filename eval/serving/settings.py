@@ -21,14 +21,10 @@ DEFAULTS = {"sink": Sizes.sink, "window": Sizes.window}
 
 @dataclass(frozen=True)
 class ServerSettings(Checked):
-    """The settings of a server.
+    """The settings of a server."""
 
-    mask: a mask.safetensors, a training run's folder, a published .pth mask, or hf://org/name of one on the hub
-    sink, window: tokens kept whole
-    """
-
-    mask: str
-    sink: Count
+    mask: str  # a mask.safetensors, a training run's folder, a published .pth mask, or hf://org/name of one on the hub
+    sink: Count  # sink, window: tokens kept whole
     window: Positive
 
     @classmethod

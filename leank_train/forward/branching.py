@@ -38,20 +38,15 @@ from leank_train.forward.plan import Plan, document_pieces, own_pieces, to_devic
 
 @dataclass(frozen=True)
 class Prefix:
-    """Prefilled documents.
+    """Prefilled documents."""
 
-    keys, values: [B, H, P, D] per layer.
-    k_positions: [B, P] on the host, -1 for padding.
-    lengths: [B] on the host, tokens of each document.
-    ranks: the processes that each hold a share of the P tokens; None if this one holds all.
-    mean_keys: [L, H, D], what has been subtracted from all keys (`center_`); None if nothing has.
-    """
-
-    keys: list[Tensor]
+    keys: list[Tensor]  # keys, values: [B, H, P, D] per layer
     values: list[Tensor]
-    k_positions: Tensor
-    lengths: Tensor
+    k_positions: Tensor  # [B, P] on the host, -1 for padding
+    lengths: Tensor  # [B] on the host, tokens of each document
+    # the processes that each hold a share of the P tokens; None if this one holds all
     ranks: dist.ProcessGroup | None = None
+    # [L, H, D], what has been subtracted from all keys (`center_`); None if nothing has
     mean_keys: Tensor | None = None
 
     def center_(self, mean_keys: Tensor) -> Prefix:
@@ -73,21 +68,14 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Branch:
-    """Branches that continue the documents with full attention.
+    """Branches that continue the documents with full attention."""
 
-    keys, values: [R, H, T, D] per layer, of the branch's own tokens.
-    k_positions: [R, T] on the host, -1 for padding.
-    lengths: [R] on the host, the branch's own tokens.
-    starts: [R] on the host, tokens of its document.
-    hidden: [R, T, hidden] after the final norm.
-    """
-
-    keys: list[Tensor]
+    keys: list[Tensor]  # keys, values: [R, H, T, D] per layer, of the branch's own tokens
     values: list[Tensor]
-    k_positions: Tensor
-    lengths: Tensor
-    starts: Tensor
-    hidden: Tensor
+    k_positions: Tensor  # [R, T] on the host, -1 for padding
+    lengths: Tensor  # [R] on the host, the branch's own tokens
+    starts: Tensor  # [R] on the host, tokens of its document
+    hidden: Tensor  # [R, T, hidden] after the final norm
 
     def cut(self, lengths: Sequence[int] | Tensor) -> Branch:
         """The first lengths [R] tokens of each branch, such as the question of a pass over question and answer."""

@@ -9,8 +9,6 @@ G = Hq / H query heads per KV head (the group), n query tokens per branch, T key
 of document r // M, which are not copied.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

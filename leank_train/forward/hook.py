@@ -24,12 +24,9 @@ BEYOND_EQ_1 = {  # arguments of an attention that Eq. 1 does not cover, and what
 
 
 class State(Protocol):
-    """What one pass over the decoder does in its attention layers.
+    """What one pass over the decoder does in its attention layers."""
 
-    longest: tokens of the longest sequence that the pass reaches, documents included.
-    """
-
-    longest: int
+    longest: int  # tokens of the longest sequence that the pass reaches, documents included
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of one layer.

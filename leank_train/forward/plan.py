@@ -21,8 +21,6 @@ tokens, whose rows are at the positions 1020, 1021 and 1022. sink = 4, window = 
 8. If all keys of a pass are too many to read at once, there are several blocks, merged by an online softmax.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -48,18 +46,15 @@ class Visibility:
     - "causal": all of them.
     - "dense": the sink, j < sink, and the window, i - j < window.
     - "middle": the others, which Eq. 1 reads with scaled queries.
-
-    q_positions: [B, M * n], the rows of all branches of a document side by side.
-    k_positions: [B, T], -1 for padding.
-    spans: (start, stop, masked) ranges of key indices. Nobody sees a key outside the spans. Where masked is False,
-        every row sees every key of the span.
     """
 
-    q_positions: Tensor
-    k_positions: Tensor
+    q_positions: Tensor  # [B, M * n], the rows of all branches of a document side by side
+    k_positions: Tensor  # [B, T], -1 for padding
     zone: str
     sink: int
     window: int
+    # (start, stop, masked) ranges of key indices. Nobody sees a key outside the spans. Where masked is False, every row
+    # sees every key of the span.
     spans: tuple[tuple[int, int, bool], ...]
 
     def sees(self, i: Tensor, j: Tensor) -> Tensor:
@@ -102,18 +97,13 @@ def _spans(unseen: Tensor, seen: Tensor) -> tuple[tuple[int, int, bool], ...]:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A range of keys that the rows read with one kind of query.
+    """A range of keys that the rows read with one kind of query."""
 
-    part: 0 for the documents' keys, 1 and more for keys of the branches' own.
-    start, stop: key indices within the part.
-    scaled: whether the rows read it with scaled queries, q * alpha (the middle), or with plain ones.
-    hidden: bool [B, 1, 1, M * n, stop - start], True where a row does not see a key; None if all rows see all keys.
-    """
-
-    part: int
-    start: int
+    part: int  # 0 for the documents' keys, 1 and more for keys of the branches' own
+    start: int  # start, stop: key indices within the part
     stop: int
-    scaled: bool
+    scaled: bool  # whether the rows read it with scaled queries, q * alpha (the middle), or with plain ones
+    # bool [B, 1, 1, M * n, stop - start], True where a row does not see a key; None if all rows see all keys
     hidden: Tensor | None
 
     @property
@@ -150,14 +140,10 @@ class JoinedPieces:
 
 @dataclass(frozen=True, eq=False)
 class KeyBlock:
-    """The pieces whose logits stand side by side in one softmax.
+    """The pieces whose logits stand side by side in one softmax."""
 
-    joined: read key by key; each key is a column of the softmax.
-    flash: read by the flash kernel; each piece is one column, its log-sum-exp.
-    """
-
-    joined: tuple[JoinedPieces, ...]
-    flash: tuple[Piece, ...]
+    joined: tuple[JoinedPieces, ...]  # read key by key; each key is a column of the softmax
+    flash: tuple[Piece, ...]  # read by the flash kernel; each piece is one column, its log-sum-exp
 
     @cached_property
     def spreads(self) -> tuple[JoinedPieces, ...]:
@@ -172,12 +158,10 @@ class KeyBlock:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The blocks of a plan, in the order in which they are read.
-
-    shares: how many blocks at the front hold a rank's share of the documents; their result is merged over the ranks.
-    """
+    """The blocks of a plan, in the order in which they are read."""
 
     blocks: tuple[KeyBlock, ...]
+    # how many blocks at the front hold a rank's share of the documents; their result is merged over the ranks
     shares: int
 
     @property

@@ -6,8 +6,6 @@ log-sum-exp. The `Prefix` stays in shares. All ranks of a group run the same ans
 attention over the shares.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -26,11 +26,9 @@ O = TypeVar("O", bound="type[Objective]")  # noqa: E741
 
 
 class Objective(ABC):
-    """The distance of student and teacher that both stages minimise.
+    """The distance of student and teacher that both stages minimise."""
 
-    needs_head: whether it needs the model's output head, which must then be a plain one (`leank.head.check_head`).
-    """
-
+    # whether it needs the model's output head, which must then be a plain one (`leank.head.check_head`)
     needs_head: ClassVar[bool] = False
 
     def __init__(self, model: PreTrainedModel, reduction: str) -> None:

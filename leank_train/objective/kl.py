@@ -4,8 +4,6 @@ The paper's objective (`l2.l2_loss`) weighs all directions of hidden states alik
 which of them decide the next token, so this objective compares softmax(W h_full) with softmax(W h_scaled).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

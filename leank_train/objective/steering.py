@@ -69,14 +69,10 @@ def steer(lam: Tensor, before: Tensor, after: Tensor, step: int, steps: int, rat
 
 @dataclass(frozen=True)
 class Separation:
-    """How well scores tell the channels to keep from those to prune.
+    """How well scores tell the channels to keep from those to prune."""
 
-    between: share of channels with scores in `BETWEEN`, 0 to 1.
-    margin: median of the scores above the cut less the median of as many scores right below it, 0 to 1.
-    """
-
-    between: float
-    margin: float
+    between: float  # share of channels with scores in `BETWEEN`, 0 to 1
+    margin: float  # median of the scores above the cut less the median of as many scores right below it, 0 to 1
 
     @classmethod
     def of(cls, alpha: Tensor, ratio: float) -> Separation:

@@ -3,8 +3,6 @@
 conf/train/trainer has the settings.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterable, Sequence
@@ -36,23 +34,20 @@ LIGHTNING_NOTES = (  # what Lightning says at every start, of its own use of tor
 class TrainerConfig(Checked):
     """Settings of the processes, conf/train/trainer.
 
-    accelerator, devices, num_nodes, strategy, precision, deterministic: arguments of lightning.Trainer.
-    sequence_parallel: ranks per context; each of them holds a share of its tokens.
-    shard_weights: whether each rank holds a share of the weights (FSDP).
-    prefill_kernel: attention kernel of the prefill, one of `kernels.KERNELS`.
-
     Raises BadConfig for settings that need several processes without strategy=ddp, a precision that rounds, or a
     package that is missing.
     """
 
+    # accelerator, devices, num_nodes, strategy, precision, deterministic: arguments of lightning.Trainer
     accelerator: str = "auto"
     devices: int | str | Sequence[int] = 1
     num_nodes: Positive = 1
     strategy: str = "auto"
     precision: str | int | None = None
     deterministic: bool | Annotated[str, OneOf("warn")] | None = False
-    sequence_parallel: Positive = 1
-    shard_weights: bool = False
+    sequence_parallel: Positive = 1  # ranks per context; each of them holds a share of its tokens
+    shard_weights: bool = False  # whether each rank holds a share of the weights (FSDP)
+    # attention kernel of the prefill, one of `kernels.KERNELS`
     prefill_kernel: Annotated[str, OneOf(*KERNELS)] = "auto"
 
     def __post_init__(self) -> None:

@@ -1,7 +1,5 @@
 """How far a phase of a run is: a bar in a terminal, a line now and then in a log file."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

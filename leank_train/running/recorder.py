@@ -1,7 +1,5 @@
 """What a stage writes while it runs: a record of its steps, and checkpoints that appear whole."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path

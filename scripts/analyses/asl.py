@@ -3,8 +3,6 @@
 Tokens are ranked as ASL ranks them: by the attention of the last queries, pooled and summed over heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any
 

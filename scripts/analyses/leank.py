@@ -1,7 +1,5 @@
 """What the figures of "LeanK: Learnable K Cache Channel Pruning for Efficient Decoding" show, arXiv 2508.02215."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from typing import Annotated, Any, NamedTuple
@@ -155,14 +153,10 @@ def group_removal(
 
 
 class Known(NamedTuple):
-    """What M masks leave of one sample's answer. The answer's first token does not count: the dense pass gives it.
+    """What M masks leave of one sample's answer. The answer's first token does not count: the dense pass gives it."""
 
-    loss: float64 [M], mean over the answer's tokens, nats.
-    wrong: float64 [M], share of the answer's tokens that are not the most probable one.
-    """
-
-    loss: Tensor
-    wrong: Tensor
+    loss: Tensor  # float64 [M], mean over the answer's tokens, nats
+    wrong: Tensor  # float64 [M], share of the answer's tokens that are not the most probable one
 
 
 @torch.no_grad()

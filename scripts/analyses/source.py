@@ -4,8 +4,6 @@ A prompt's Q and K come from the replay's own dense pass (`eval.inference.prefil
 many of its last queries as the analysis wants. So memory grows with the tokens, never with their square.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -30,22 +28,14 @@ from leank.mask import ChannelMask
 
 @dataclass(frozen=True)
 class Source:
-    """A model and a mask to analyse; either may be missing where an analysis does not need it.
+    """A model and a mask to analyse; either may be missing where an analysis does not need it."""
 
-    model: PreTrainedModel or None, default None: a decoder with RoPE, on its device.
-    tokenizer: PreTrainedTokenizerBase or None, default None: the model's tokenizer.
-    mask: ChannelMask or None, default None: the mask.
-    name: str, default "": what rows and figures call the model or the mask.
-    chat: bool or None, default None: whether prompts go through the chat template; None does if there is one.
-    seed: int, default 7: seed of the samples.
-    """
-
-    model: PreTrainedModel | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
-    mask: ChannelMask | None = None
-    name: str = ""
-    chat: bool | None = None
-    seed: int = 7
+    model: PreTrainedModel | None = None  # a decoder with RoPE, on its device
+    tokenizer: PreTrainedTokenizerBase | None = None  # the model's tokenizer
+    mask: ChannelMask | None = None  # the mask
+    name: str = ""  # what rows and figures call the model or the mask
+    chat: bool | None = None  # whether prompts go through the chat template; None does if there is one
+    seed: int = 7  # seed of the samples
 
     @classmethod
     def load(cls, settings: ModelConfig | None = None, mask: str | None = None, seed: int = 7) -> Self:

@@ -1,7 +1,5 @@
 """What every analysis returns, a table of one value a line; and the figure that is drawn from the table alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -58,25 +56,20 @@ class Table:
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes: a heat map where `y` is set, else a line for each value of `by`.
+    """One set of axes: a heat map where `y` is set, else a line for each value of `by`."""
 
-    measure: whose values are drawn, the mean over all columns that are not named here.
-    x, y, by: columns.
-    label: of the values.
-    where: columns and the values of the lines that count; `each`: a column that has a panel for each of its values.
-    limits: first and last colour, or the ends of the y axis; None takes those of the values.
-    log: whether the x axis of lines is logarithmic.
-    """
-
-    measure: str
+    measure: str  # whose values are drawn, the mean over all columns that are not named here
+    # x, y, by: columns
     x: str
-    label: str
+    label: str  # of the values
     y: str = ""
     by: Sequence[str] = ()
     each: str = ""
+    # columns and the values of the lines that count; `each`: a column that has a panel for each of its values
     where: Mapping[str, Any] = field(default_factory=dict)
+    # first and last colour, or the ends of the y axis; None takes those of the values
     limits: tuple[float, float] | None = None
-    log: bool = False
+    log: bool = False  # whether the x axis of lines is logarithmic
 
     def tables(self, table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
         """The title and the lines of each of its sets of axes."""

@@ -16,8 +16,6 @@ layouts   a layer of random layouts (`LAYOUTS`), in which every head has other b
           each; limit is the time in which the bytes can be read in one piece, middle_bytes the share of the middle
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -54,17 +52,13 @@ PACKINGS = {16: None, 8: Packing(8), 4: Packing(4), 2: Packing(2)}  # by bits
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's attention at one batch and context.
-
-    mask: file of the published mask, in MASKS.
-    batch: rows. context: tokens of each row.
-    """
+    """A model's attention at one batch and context."""
 
     model: str
-    mask: str
+    mask: str  # file of the published mask, in MASKS
     q_heads: int
     kv_heads: int
-    batch: int
+    batch: int  # rows. context: tokens of each row.
     context: int
 
     @property

@@ -1,7 +1,5 @@
 """What the measurements share: shapes, caches that compete, timing on the clock and on the GPU, and tables."""
 
-from __future__ import annotations
-
 import csv
 import gc
 import io

@@ -17,8 +17,6 @@ picture    the README's picture of recall, of tables that `ratios` wrote: a tran
 Every interval is a 95% bootstrap interval. Tables by task, of any run, are those of python -m leank.eval report.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import io

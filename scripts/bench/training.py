@@ -27,8 +27,6 @@ masks    OUT/same_masks.csv, a line for each OTHER: equal, the share of channels
          distillation loss in the last step of stage 1
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import signal

@@ -16,8 +16,6 @@ OUT receives the tokenizer, `log.jsonl`, `state.pt` (resume: run the same comman
 A batch is a function of (seed, step, rank), so a killed run goes on exactly where it stopped.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 "FP8 Formats for Deep Learning", arXiv 2209.05433, has the format. The scales are those of vLLM's kv_cache_dtype="fp8".
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
@@ -43,12 +41,10 @@ class FP8(FromSamples, Bits):
     - A prompt is attended before it is rounded.
     - Plain PyTorch reads the numbers: answers and bytes are the method's, time is not.
 
-    Settings
-    scales: "one", "tensor" or "head", default "one": s is 1, or is calibrated for K and for V of a layer, or for each
-      KV head of them.
     task, length, samples, seed: see eval.methods.common.calibrated; nothing is read with scales="one".
     """
 
+    # s is 1, or is calibrated for K and for V of a layer, or for each KV head of them
     scales: Annotated[str, OneOf("one", "tensor", "head")] = "one"
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -84,12 +80,9 @@ class FP8(FromSamples, Bits):
 
 @dataclass(frozen=True)
 class Scaled(PageCodec):
-    """Numbers in e4m3, a byte each, and nothing beside them.
+    """Numbers in e4m3, a byte each, and nothing beside them."""
 
-    scale: s, default 1
-    """
-
-    scale: float = 1.0
+    scale: float = 1.0  # s, default 1
     bits = 8
 
     @property

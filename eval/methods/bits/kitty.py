@@ -40,14 +40,11 @@ class Kitty(Bits):
     - Sink and window are the cache's; the published code keeps 32 first tokens, and V longer than K.
     - A group of equal numbers has scale 0 and comes back exactly, as in `kivi`.
     - Plain PyTorch reads the numbers: answers and bytes are the method's, time is not.
-
-    Settings
-    boosted: 0 to 1, default 0.125: share of the channels of K that have 4 bits; the paper's larger one is 0.25.
-    group: int, default 32: numbers that share a scale and a zero point; see `kivi`.
     """
 
+    # share of the channels of K that have 4 bits; the paper's larger one is 0.25
     boosted: Annotated[float, Ge(0), Le(1)] = 0.125
-    group: Positive = 32
+    group: Positive = 32  # numbers that share a scale and a zero point; see `kivi`
 
     def check_sizes(self, sizes: Sizes) -> None:
         KIVI(2, self.group).check_sizes(sizes)

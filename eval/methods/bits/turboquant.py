@@ -4,8 +4,6 @@
 in which vLLM serves it.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -51,22 +49,15 @@ class TurboQuant(Bits):
     - Norms, scales and least numbers have the model's dtype, in vLLM float16.
     - The newest tokens stay whole in the window, and the first in the sink.
     - Plain PyTorch turns the vectors back: answers and bytes are the method's, time is not.
-
-    Settings
-    bits: 2, 3 or 4, default 4: bits of every coordinate of K, and of V unless `value_bits` says otherwise.
-    seed: int, default 0: seed of the rotations; heads of as many channels share one.
-    norm_correction: bool, default False: whether vectors come back in their own length.
-    values: "rotated" or "even", default "rotated": how V is stored, as K or on an even grid of its own.
-    value_bits: 2, 3, 4 or None, default None: bits of every number of V; None is `bits`.
-    skip: int, default 0: layers that stay whole at either end, at most half of all layers.
     """
 
+    # bits of every coordinate of K, and of V unless `value_bits` says otherwise
     bits: Annotated[int, OneOf(2, 3, 4)] = 4
-    seed: Seed = 0
-    norm_correction: bool = False
-    values: Annotated[str, OneOf("rotated", "even")] = "rotated"
-    value_bits: Annotated[int | None, OneOf(2, 3, 4, None)] = None
-    skip: Count = 0
+    seed: Seed = 0  # seed of the rotations; heads of as many channels share one
+    norm_correction: bool = False  # whether vectors come back in their own length
+    values: Annotated[str, OneOf("rotated", "even")] = "rotated"  # how V is stored, as K or on an even grid of its own
+    value_bits: Annotated[int | None, OneOf(2, 3, 4, None)] = None  # bits of every number of V; None is `bits`
+    skip: Count = 0  # layers that stay whole at either end, at most half of all layers
 
     def packed(self, held: Held) -> float:
         """Bytes of the middle: codes in whole bytes of every vector, a norm, or the scale and least number of V."""
@@ -120,15 +111,11 @@ class Rotation(PageCodec):
     """A vector's norm, and codes of the coordinates of its direction in a random orthonormal basis.
 
     The basis is weights, the same for all prompts, and is held by no cache.
-
-    bits: of a coordinate, 2, 3 or 4
-    seed: of the random bases
-    norm_correction: whether a vector comes back in its own length
     """
 
-    bits: int = 4
-    seed: int = 0
-    norm_correction: bool = False
+    bits: int = 4  # of a coordinate, 2, 3 or 4
+    seed: int = 0  # of the random bases
+    norm_correction: bool = False  # whether a vector comes back in its own length
 
     @property
     def why_not_kernel(self) -> str | None:
@@ -164,11 +151,9 @@ class Even(PageCodec):
     """A vector's numbers on an even grid from its least to its largest one.
 
     code = floor((x - least) / s + 1/2),  s = (largest - least) / (2^bits - 1),  x̂ = code s + least
-
-    bits: of a number, 2, 3 or 4
     """
 
-    bits: int = 4
+    bits: int = 4  # of a number, 2, 3 or 4
 
     @property
     def why_not_kernel(self) -> str | None:
