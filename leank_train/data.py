@@ -82,8 +82,7 @@ class Steps(torch.utils.data.Dataset):
 
     Documents are numbered step by step, and rank by rank within a step.
 
-    documents: documents per batch.
-    rank, world: number of the rank, and how many there are.
+    documents: documents per batch; rank, world: number of the rank, and how many there are.
     """
 
     def __init__(self, backbone: Backbone, mixture: Mixture, documents: int, rank: int, world: int) -> None:

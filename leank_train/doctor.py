@@ -92,8 +92,7 @@ def _unserved(config: PreTrainedConfig) -> Iterator[str]:
 def gains(config: PreTrainedConfig, weights: int, lengths: Sequence[int], batches: Sequence[int]) -> pd.DataFrame:
     """Return one line per length and method: bytes of the cache, and how much faster a step can be at most.
 
-    weights: bytes that a step reads beside the cache.
-    lengths: tokens of a prompt.
+    weights: bytes that a step reads beside the cache; lengths: tokens of a prompt.
     batches: prompts that are decoded together.
     """
     ends = dict(zip(("sink", "window"), sizes(config), strict=True))
@@ -148,7 +147,6 @@ def examine(name: str, lengths: Sequence[int], batches: Sequence[int]) -> str:
 
     name: a folder, a name on the hub, or a shipped model.
     lengths: tokens of a prompt; empty takes some that the model can read.
-
     Raises FileNotFoundError without a config, ValueError for one that is damaged.
     """
     config = load_config(name)

@@ -98,9 +98,7 @@ class EarlyStop(L.Callback):
     The stage ends after `patience` looks in a row that found nothing better. All ranks see the loss of all documents,
     so they stop together. Checkpoints hold the looks and the best scores.
 
-    config: settings of the stage; it has patience.
-
-    looks: (step, loss) of each look.
+    config: settings of the stage; it has patience; looks: (step, loss) of each look.
     best: scores [L, H, D] of the look with the smallest loss; None before the first look.
     """
 
@@ -128,10 +126,7 @@ class EarlyStop(L.Callback):
             trainer.should_stop = True
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
-        """Look, if it is time.
-
-        Raises ValueError if the loss is not finite.
-        """
+        """Look, if it is time. Raises ValueError if the loss is not finite."""
         step = trainer.global_step
         if step < self.first or (step % self.config.heldout_every and step != trainer.max_steps):
             return
@@ -164,9 +159,7 @@ class EarlyStop(L.Callback):
 def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: Signals) -> Recorder:
     """Run one stage, go on from its checkpoint, or read what it left when it was done.
 
-    stage: learns in place; its alpha is the result.
-    name: "stage1" or "stage2".
-
+    stage: learns in place; its alpha is the result; name: "stage1" or "stage2".
     Returns the course of the stage. Raises KeyboardInterrupt if the stage was interrupted before its end.
     """
     config, recorder = current.config, Recorder(stage.config.steps // 20)

@@ -99,7 +99,6 @@ def read(
     kernel: of the prefill.
     mean_keys: [L, H, D], what stands for pruned channels; None for 0.
     ranks: the processes that hold a share of each document; None if this one holds all.
-
     Returns the documents, the questions, and the teacher's rows of the answers, [R, N, hidden].
     """
     documents, prompts = batch.documents, batch.prompts
@@ -130,8 +129,7 @@ class Stage(L.LightningModule):
     ) -> None:
         """Make alpha, the only parameter.
 
-        backbone: the frozen decoder.
-        pruning: the mask to learn.
+        backbone: the frozen decoder; pruning: the mask to learn.
         alpha: scores to start from, [L, H, D]; ones by default.
         parallel: how processes share the work; one process by default.
         mean_keys: [L, H, D], what stands for pruned channels; 0 by default.

@@ -64,7 +64,6 @@ def run(given: DictConfig, out: Path, signals: Signals | None = None) -> Metrics
     given: the configuration, conf/train/train.yaml.
     out: the run directory; it is made if needed.
     signals: ends the run with a checkpoint (SystemExit) at the first step after a signal; None listens to none.
-
     Returns the metrics of metrics.json in the first process, and an empty dictionary in every other.
 
     Raises BadConfig for settings that cannot work, BlockingIOError if another run is writing into `out`.
@@ -221,7 +220,6 @@ def save_masks(
 
     scores1, alpha: scores [L, H, D] after stage 1 and stage 2.
     means: mean keys of the run's calibration, for every mask; None for none.
-
     Returns those that the verdict compares, by name: `MASK`, the mask of the run, `STAGE1`, and other ratios.
     """
     config, pruning, out = current.config, current.config.pruning, current.out
@@ -256,7 +254,6 @@ def save_layouts(
     """Write the masks of all budgets, and beside learned ones those of the closed form, and equal bits everywhere.
 
     losses: of the layouts; closed: of the closed form, the same ones if nothing was learned.
-
     Returns those that the verdict compares, by name; `MASK` has the budget `pruning.bytes`.
     """
     pruning, found = current.config.pruning, {}

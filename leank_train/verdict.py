@@ -100,7 +100,6 @@ def judge(config: RunConfig, backbone: Backbone, masks: Mapping[str, ChannelMask
 
     masks: name -> mask; `MASK` and `STAGE1` are among them, and others have higher or lower ratios. With layouts of
         bits there is no `STAGE1`, and others have more or fewer bytes.
-
     Returns None where it cannot be measured by one process (shared weights or contexts), or the model has no head.
     """
     documents = config.validation.heldout

@@ -117,8 +117,7 @@ def slots_of(group: PageGroup, table: Tensor, at: Tensor) -> Tensor:
 def places(layout: PageLayout, table: Tensor, first: Tensor, end: Tensor) -> Places:
     """Where `rest` holds what steps from position `first` on read whole, up to position `end`.
 
-    table: int64 [R, blocks]
-    first, end: int64 [R]
+    table: int64 [R, blocks]; first, end: int64 [R]
     """
     window = torch.clamp(first - layout.window, min=layout.sink)
     sink = torch.arange(layout.sink, device=table.device).expand(len(first), -1)
@@ -133,9 +132,7 @@ def places(layout: PageLayout, table: Tensor, first: Tensor, end: Tensor) -> Pla
 def attend(step: Step, layer: int, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, scaling: float, out: Tensor) -> None:
     """Write a step's attention to `out`; the step's tokens are in pages already.
 
-    pages: [blocks, page_columns]
-    q, out: [tokens, Hq, D]
-    k, v: [tokens, H, D], from the projections
+    pages: [blocks, page_columns]; q, out: [tokens, Hq, D]; k, v: [tokens, H, D], from the projections
     scaling: factor of the logits
     """
     if step.decoding is not None:
@@ -149,10 +146,7 @@ def attend(step: Step, layer: int, pages: Tensor, q: Tensor, k: Tensor, v: Tenso
 def decode(layout: PageLayout, layer: int, pages: Tensor, q: Tensor, step: DecodingRequests, scaling: float) -> Tensor:
     """Attention of R requests with one new position each, which is in pages already.
 
-    pages: [blocks, page_columns]
-    q: [R, Hq, D]
-    scaling: factor of the logits
-
+    pages: [blocks, page_columns]; q: [R, Hq, D]; scaling: factor of the logits
     Returns [R, Hq, D] in q's dtype, computed in at least fp32.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -185,9 +179,7 @@ def prefill(
 ) -> Tensor:
     """Attention of one request's new positions, whose K and V come from the projections.
 
-    q: [n, Hq, D]
-    k, v: [n, H, D]
-
+    q: [n, Hq, D]; k, v: [n, H, D]
     Returns [n, Hq, D].
     """
     dense = len(q) - step.generated

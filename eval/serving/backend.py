@@ -277,9 +277,7 @@ class PrunedAttention(AttentionImpl[GroupStep]):
     ) -> Tensor:
         """Store the step's K and V, and write its attention to `output` [tokens, Hq, D].
 
-        query: [tokens, Hq, D]
-        key, value: [tokens, H, D]
-        attn_metadata: None in vLLM's trial run, which has no pages
+        query: [tokens, Hq, D]; key, value: [tokens, H, D]; attn_metadata: None in vLLM's trial run, which has no pages
         """
         if attn_metadata is None:
             if query.is_cuda:  # what the longest prompt takes, for vLLM to reserve

@@ -127,7 +127,6 @@ class PageLayout:
         keep: bool [L, H, D], True = kept
         block: tokens of a page of `kept`, a multiple of 16; a page of `rest` has a divisor of them, the largest that
             fits into the bytes of a page of `kept`
-
         Raises ValueError for other blocks, and masks that prune nothing or everything.
         """
         if block < 16 or block % 16:
@@ -149,8 +148,7 @@ class PageLayout:
 def lay_out(stored: Tensor, values: Tensor, block: int) -> PageGroup:
     """The group that stores these channels.
 
-    stored: bool [L, H, D], the K channels
-    values: bool [L, H], whether V is stored
+    stored: bool [L, H, D], the K channels; values: bool [L, H], whether V is stored
     block: tokens of a page
     """
     layers, at, dim = [], 0, stored.shape[-1]

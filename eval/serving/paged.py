@@ -41,13 +41,9 @@ class _Layer:
 class PagedAttention:
     """The kernel over the pages of one layout, with all the memory that its launches need.
 
-    layout: whose pages are read
-    device: of the pages
-    q_heads: query heads of a layer
-    rows: the most rows of a launch
-    programs: of a launch, 0 = PER_SM per multiprocessor
+    layout: whose pages are read; device: of the pages; q_heads: query heads of a layer
+    rows: the most rows of a launch; programs: of a launch, 0 = PER_SM per multiprocessor
     varlen: attention of chunks
-
     Raises ValueError for a layout that the kernel cannot read.
     """
 
@@ -94,8 +90,7 @@ class PagedAttention:
     def warm_up(self, dtype: torch.dtype, longest: int) -> None:
         """Compile all kernels, so that no request waits for that.
 
-        dtype: of the pages
-        longest: positions that a block table has room for
+        dtype: of the pages; longest: positions that a block table has room for
         """
         layout, device = self.layout, self._done.device
         pages = torch.zeros(1, layout.page_columns, dtype=dtype, device=device)
@@ -151,7 +146,6 @@ class PagedAttention:
             behind a row's last page is not read
         scaling: factor of the logits
         out: contiguous like the result, which is put there; None = new memory
-
         Returns [B, Hq, D] in q's dtype.
 
         Raises ValueError for more rows than the memory is for.
@@ -198,8 +192,7 @@ class PagedAttention:
     ) -> list[Tensor]:
         """K and V of all that a batch sees, [tokens, heads, D] each: of heads with a middle, and of those without.
 
-        pages: [blocks, page_columns]
-        k, v: [tokens, H, D] of the step
+        pages: [blocks, page_columns]; k, v: [tokens, H, D] of the step
         kept_table, rest_table: int32 [R, blocks], block tables of the step
         """
         import triton
@@ -300,10 +293,8 @@ class DeviceStep:
     ) -> None:
         """Store the step's K and V, and write its attention to `out`.
 
-        pages: [blocks, page_columns]
-        q, out: [tokens, Hq, D], out contiguous
-        k, v: [tokens, H, D]
-        scaling: factor of the logits
+        pages: [blocks, page_columns]; q, out: [tokens, Hq, D], out contiguous
+        k, v: [tokens, H, D]; scaling: factor of the logits
         """
         tokens, first = len(self.slots[0]), self.decodes
         paged.write(pages, layer, k[:tokens], v[:tokens], *self.slots)

@@ -68,9 +68,7 @@ class RestBlocks:
     def most(self, in_flight: int, longest: int, hits: bool) -> int:
         """Pages that one request holds at most.
 
-        in_flight: tokens of a step
-        longest: tokens of a request
-        hits: whether a prompt can begin with a prefix hit
+        in_flight: tokens of a step; longest: tokens of a request; hits: whether a prompt can begin with a prefix hit
 
         The sink, and the window that a step leaves. A step behind another one, or behind a prefix hit, also holds the
         window that it reads.

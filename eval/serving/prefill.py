@@ -64,8 +64,7 @@ def batches(
 
     layout: of the pages
     starts: [R + 1], the first row of each request in the step's tokens
-    ends: [R], positions of each request once the step is done
-    which: numbers of the requests to compute, ascending
+    ends: [R], positions of each request once the step is done; which: numbers of the requests to compute, ascending
     room: tokens of K and V that a batch may have, unless a single request has more
     device: of the step
     """

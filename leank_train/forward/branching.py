@@ -113,10 +113,7 @@ def prefill(
 ) -> Prefix:
     """Prefill the documents with full causal attention.
 
-    document_ids: [B, P], right-padded.
-    lengths: [B], at least 1.
-    kernel: one of `kernels.KERNELS`.
-
+    document_ids: [B, P], right-padded; lengths: [B], at least 1; kernel: one of `kernels.KERNELS`.
     Raises ValueError for a model whose mask cannot be learned (`leank.shape.check_decoder`), bad lengths, or documents
     longer than the model's positions.
     """
@@ -134,9 +131,7 @@ def prefill(
 def branch(model: PreTrainedModel, prefix: Prefix, ids: Tensor, lengths: Sequence[int] | Tensor) -> Branch:
     """Continue the documents with full attention.
 
-    ids: [R, T], right-padded; R is a multiple of B.
-    lengths: [R], at least 1.
-
+    ids: [R, T], right-padded; R is a multiple of B; lengths: [R], at least 1.
     Raises ValueError if R is no multiple of B, or for bad lengths.
     """
     lengths, starts = checked_lengths(lengths, ids), _starts(prefix, ids)
@@ -160,13 +155,10 @@ def student(
 ) -> Tensor:
     """Run the answer tokens with the scaled attention of Eq. 1; the gradient reaches alpha.
 
-    question: the branches up to their answers.
-    answer_ids: [R, N], right-padded.
-    lengths: [R], at least 1.
-    alpha: [L, H, D].
+    question: the branches up to their answers; answer_ids: [R, N], right-padded.
+    lengths: [R], at least 1; alpha: [L, H, D].
     sink, window: tokens that Eq. 1 does not scale; the window counts the row itself.
     empty_heads: as in `fused.fused_attention`.
-
     Returns hidden states [R, N, hidden] after the final norm. Those past a length mean nothing; leave them out of the
     loss.
     """
@@ -215,8 +207,7 @@ class _Keeps:
 class PrefillPass(_Keeps):
     """Causal attention by the library's fastest kernel; keeps K and V.
 
-    longest: tokens of the longest sequence.
-    layers: number of layers of the model.
+    longest: tokens of the longest sequence; layers: number of layers of the model.
     kernel: one of `kernels.KERNELS`.
     """
 
@@ -242,8 +233,7 @@ class PrefillPass(_Keeps):
 class FullPass(_Keeps):
     """Full attention of each branch over its document and itself; keeps K and V.
 
-    positions: [R, n] of the rows, on the host.
-    k_positions: [R, n], the same with -1 for padding.
+    positions: [R, n] of the rows, on the host; k_positions: [R, n], the same with -1 for padding.
     """
 
     def __init__(self, prefix: Prefix, positions: Tensor, k_positions: Tensor) -> None:
@@ -269,8 +259,7 @@ class ScaledPass:
 
     The example in `plan` follows the rows of an answer from here to the keys that they read.
 
-    positions: [R, n] of the rows, on the host.
-    k_positions: [R, n], the same with -1 for padding.
+    positions: [R, n] of the rows, on the host; k_positions: [R, n], the same with -1 for padding.
     alpha: [L, H, D].
     sink, window: tokens that all rows read with plain queries; the window counts the row itself.
     empty_heads: as in `fused.fused_attention`.

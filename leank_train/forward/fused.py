@@ -49,8 +49,7 @@ def fused_attention(
     q: [R, Hq, n, D].
     keys, values: [B, H, T, D] per part of the plan; T differs between parts. The flash kernel needs equal D of both.
     plan: which ranges of the parts the rows read, and with which query.
-    scale: factor of the logits.
-    alpha: [H, D], scales the queries of scaled pieces.
+    scale: factor of the logits; alpha: [H, D], scales the queries of scaled pieces.
     empty_heads: what a head does with the middle if its alpha is 0 everywhere. "zero" is Eq. 1 as written: the logits
         are 0, so that every middle token keeps the weight e^0. "drop" leaves the middle out, as deployed (section 3.3);
         alpha still gets the gradient that "zero" would give it for the same gradient of the output.
@@ -58,7 +57,6 @@ def fused_attention(
     ranks: processes that hold a share of part 0 each, and otherwise the same. All get the output and the gradient that
         one process with all of part 0 would get.
     flash_from: keys from which the flash kernel reads a piece; None chooses by device and type.
-
     Returns [R, Hq, n, D] in q's type.
     """
     (R, Hq, n, D), (B, H) = q.shape, keys[0].shape[:2]

@@ -31,11 +31,8 @@ class State(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of one layer.
 
-        layer: number of the layer, from 0.
-        q: [R, Hq, n, D], after RoPE.
-        k, v: [R, H, n, D], k after RoPE.
-        scale: factor of the logits.
-
+        layer: number of the layer, from 0; q: [R, Hq, n, D], after RoPE.
+        k, v: [R, H, n, D], k after RoPE; scale: factor of the logits.
         Returns [R, Hq, n, D].
         """
 
@@ -43,9 +40,7 @@ class State(Protocol):
 def run_decoder(model: PreTrainedModel, ids: Tensor, positions: Tensor, state: State) -> Tensor:
     """Run one pass over the decoder; no logits are computed.
 
-    ids, positions: [R, n].
-    state: its `attend` is the attention of every layer.
-
+    ids, positions: [R, n]; state: its `attend` is the attention of every layer.
     Returns hidden states [R, n, hidden] after the final norm. Raises ValueError if the sequences are longer than the
     model's positions or its sliding window, or if its attention does more than Eq. 1 covers.
     """

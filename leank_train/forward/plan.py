@@ -72,8 +72,7 @@ def visibility(q_positions: Tensor, k_positions: Tensor, zone: str, sink: int = 
     The zones "dense" and "middle" of the same sink and window are disjoint, and together they are "causal".
 
     q_positions: [R, n].
-    k_positions: [B, T], -1 for padding; B divides R.
-    zone: "causal", "dense" or "middle".
+    k_positions: [B, T], -1 for padding; B divides R; zone: "causal", "dense" or "middle".
     sink, window: tokens, at least 0 and 1; the window counts the row itself.
     """
     folded = q_positions.reshape(k_positions.shape[0], -1)  # [B, M * n]
@@ -208,8 +207,7 @@ def document_pieces(
 ) -> tuple[Piece, ...]:
     """The pieces of part 0, the documents' keys.
 
-    q_positions: [R, n], positions of the rows.
-    k_positions: [B, P], -1 for padding.
+    q_positions: [R, n], positions of the rows; k_positions: [B, P], -1 for padding.
     zones: "causal" alone, or "dense" and then "middle", which is read with scaled queries. Their spans may cover more
         keys than these rows see.
     device: device of the masks; None: that of the positions.
@@ -247,12 +245,9 @@ def own_pieces(
 
     A row sees the keys of its own branch alone. The window usually holds all of them; then there is no scaled piece.
 
-    q_positions: [R, n], positions of the rows.
-    k_positions: [R, T], -1 for padding.
-    documents: B.
-    zones: as in `document_pieces`.
-    device: device of the masks; None: that of the positions.
-    part: number of the part.
+    q_positions: [R, n], positions of the rows; k_positions: [R, T], -1 for padding.
+    documents: B; zones: as in `document_pieces`.
+    device: device of the masks; None: that of the positions; part: number of the part.
     """
     n, T, M = q_positions.shape[1], k_positions.shape[1], len(q_positions) // documents
     device = device or q_positions.device

@@ -31,11 +31,8 @@ def prefill_in_shares(
 ) -> Prefix:
     """`branching.prefill` by all ranks of a group, which all call it with the same documents.
 
-    document_ids: [B, P], right-padded.
-    lengths: [B].
-    ranks: the group, of W processes.
+    document_ids: [B, P], right-padded; lengths: [B]; ranks: the group, of W processes.
     kernel: one of `kernels.KERNELS`, of which those without a log-sum-exp stand for the library's flash kernel.
-
     Returns a Prefix with this rank's share of the tokens, [B, 2 c] where c = ceil(P / 2 W). Raises ValueError as
     `prefill` does.
     """
@@ -64,9 +61,7 @@ class RingPass:
     Within its own share a rank attends causally. Both of its chunks see the first chunk of a rank before it. Only its
     second chunk sees a rank after it, and then both chunks. So every step of the ring is the same work on all ranks.
 
-    longest: tokens of the longest document.
-    ranks: the group.
-    layers: number of layers of the model.
+    longest: tokens of the longest document; ranks: the group; layers: number of layers of the model.
     kernel: as in `prefill_in_shares`.
     """
 
@@ -118,11 +113,9 @@ def block_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp, by one of the library's kernels where they run, else by plain products.
 
-    q: [B, Hq, n, D].
-    k, v: [B, H, T, D].
+    q: [B, Hq, n, D]; k, v: [B, H, T, D].
     causal: query i sees the keys up to i, and n = T; otherwise every query sees all keys.
     cudnn: by cuDNN's kernel where it runs, instead of the flash kernel.
-
     Returns out [B, Hq, n, D] and lse [B, Hq, n], both in at least float32.
     """
     if flash_takes(q):

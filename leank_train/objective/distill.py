@@ -18,8 +18,7 @@ STRAIGHT_THROUGH = ("binary", "alpha_beta")
 def answer_rows(hidden: Tensor, question_lengths: Tensor, answer_tokens: int) -> Tensor:
     """Return the teacher's rows of the answer, [R, N, hidden]; rows past the last one repeat it.
 
-    hidden: [R, T, hidden], rows of question and answer.
-    question_lengths: [R], tokens before each answer.
+    hidden: [R, T, hidden], rows of question and answer; question_lengths: [R], tokens before each answer.
     answer_tokens: N, tokens of the longest answer.
     """
     index = question_lengths[:, None] + torch.arange(answer_tokens, device=question_lengths.device)  # [R, N]
@@ -51,8 +50,7 @@ def lr_factor(step: int, steps: int, schedule: str) -> float:
 def straight_through(alpha: Tensor, beta: Tensor, variant: str) -> Tensor:
     """Return the mask with the gradient of alpha: all channels, pruned ones included, receive the whole gradient.
 
-    alpha: [L, H, D], scores.
-    beta: bool [L, H, D], the mask.
+    alpha: [L, H, D], scores; beta: bool [L, H, D], the mask.
     variant: "binary" has the value beta (the paper), "alpha_beta" the value alpha * beta (its published code).
     """
     value = beta.to(alpha.dtype) if variant == "binary" else (alpha * beta).detach()
@@ -65,7 +63,6 @@ def backward(loss: Tensor, of_all: Tensor | None = None) -> None:
     The check comes after the backward pass, because it waits for the GPU, which would have nothing to do meanwhile.
 
     of_all: the loss of all ranks; `loss` by default.
-
     Raises ValueError on every rank if the loss of all is not finite: none of them may go on to a checkpoint.
     """
     with torch.autograd.set_multithreading_enabled(False):

@@ -22,8 +22,7 @@ def l2_loss(full: Tensor, scaled: Tensor, lengths: Tensor, reduction: str) -> Te
 
     It is computed in float32 (float64 stays).
 
-    full, scaled: [R, N, hidden], of teacher and student.
-    lengths: [R], answer tokens of each sequence.
+    full, scaled: [R, N, hidden], of teacher and student; lengths: [R], answer tokens of each sequence.
     reduction: "official" is the mean over hidden units and all answer tokens of the batch; "paper" is the sum over
         both, ||H_full - H_scaled||_2^2, averaged over the R sequences.
     """

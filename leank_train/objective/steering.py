@@ -56,11 +56,8 @@ def steer(lam: Tensor, before: Tensor, after: Tensor, step: int, steps: int, rat
     With off = mean - wanted mean, log lambda changes by gain * off + DAMPING * (change of off in this step). Lambda
     sets how fast scores fall, so the second term is meant to keep the mean from swinging about its line.
 
-    lam: float tensor, a scalar.
-    before, after: mean scores before and after the step.
-    step: number of the step, from 1.
-    steps: steps of the stage.
-    ratio: the pruning ratio.
+    lam: float tensor, a scalar; before, after: mean scores before and after the step.
+    step: number of the step, from 1; steps: steps of the stage; ratio: the pruning ratio.
     """
     off = after - wanted_mean(step, steps, ratio)
     change = off - (before - wanted_mean(step - 1, steps, ratio))

@@ -78,7 +78,6 @@ def trainer(config: TrainerConfig, **more: Any) -> L.Trainer:
     """Make a Trainer.
 
     more: further arguments of lightning.Trainer.
-
     Raises ValueError if sequence_parallel does not divide the number of processes.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its notes on hardware and products

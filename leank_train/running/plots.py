@@ -29,12 +29,10 @@ def training_plots(
 ) -> dict[str, Path]:
     """Write every picture of a run as PNG.
 
-    stage1, stage2: the records of both stages.
-    alpha: [L, H, D], the scores after stage 2.
+    stage1, stage2: the records of both stages; alpha: [L, H, D], the scores after stage 2.
     mask: made from them.
     pairs: [L, D], the RoPE pair of each channel (`rotary_pairs`).
     out: the folder.
-
     Returns name -> file.
     """
     found = {}
@@ -122,8 +120,7 @@ def channels_per_head(mask: ChannelMask) -> Figure:
 def kept_per_frequency(mask: ChannelMask, alpha: Tensor, pairs: Tensor) -> Figure:
     """Share of channels kept per RoPE pair, highest frequency first (LeanK figures 7 and 9), and per layer.
 
-    alpha: [L, H, D], the scores that the mask was made from.
-    pairs: [L, D], the RoPE pair of each channel.
+    alpha: [L, H, D], the scores that the mask was made from; pairs: [L, D], the RoPE pair of each channel.
     """
     kept, scores = (mean_by_pair(values, pairs).numpy() for values in (mask.keep, alpha))  # [layers, pairs]
     figure = Figure(figsize=(8, 6.5), layout="constrained")

@@ -36,8 +36,7 @@ class Signals:
     """Listens for SIGNALS within its context.
 
     requeues: how many times a job may put itself back into the queue.
-    kept: says what is saved and how to go on.
-    received: the first signal that came, 0 if none.
+    kept: says what is saved and how to go on; received: the first signal that came, 0 if none.
     agreed: whether the ranks have stopped a stage because of it.
     """
 

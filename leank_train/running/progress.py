@@ -20,10 +20,8 @@ BETWEEN_LINES = 30.0  # seconds
 class Meter(tqdm):
     """Reports the steps of one phase on standard output. A log file gets whole lines, and no carriage return.
 
-    phase: name of the phase and what it does.
-    total: number of steps.
-    unit: name of a step.
-    done: steps that an earlier run has done.
+    phase: name of the phase and what it does; total: number of steps.
+    unit: name of a step; done: steps that an earlier run has done.
     """
 
     monitor_interval = 0  # no thread of tqdm's own: a run forks
@@ -45,10 +43,7 @@ class Meter(tqdm):
 
 
 class StageProgress(ProgressBar):
-    """Reports the steps of a stage, in the first process alone.
-
-    name: stage1 or stage2.
-    """
+    """Reports the steps of a stage, in the first process alone; name: stage1 or stage2."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -77,8 +77,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 class Recorder(L.Callback):
     """The course of a stage. Checkpoints hold it, so a run that was stopped and continued has all of it.
 
-    every: steps between two histograms of alpha.
-    steps: losses and learning rate of each step.
+    every: steps between two histograms of alpha; steps: losses and learning rate of each step.
     histograms: (step, channels per bin of alpha).
     times: seconds of each step, with the wait for its data; the first one includes the set-up.
     seconds: their sum.

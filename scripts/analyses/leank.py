@@ -53,8 +53,7 @@ def staticity(
     the mask: both norms are over all their queries.
 
     tasks, length: what is compared at which length, tokens; lengths, task: the lengths that are compared, in one task.
-    samples: of each task and length.
-    queries: last queries of a prompt that are observed.
+    samples: of each task and length; queries: last queries of a prompt that are observed.
     ratio: share of channels that is pruned for "overlap".
     """
     table, means = Table(), {}
@@ -112,8 +111,7 @@ def group_removal(
     Deviation: the paper reports the drop of the task's score. It does not say whether a group is removed in all layers
     at once; `per` has the three ways.
 
-    channels: of a group, a divisor of head_dim.
-    per: where a group's channels are removed at a time.
+    channels: of a group, a divisor of head_dim; per: where a group's channels are removed at a time.
     """
     shape = source.backbone.shape
     if shape.head_dim % channels:
@@ -166,7 +164,6 @@ def known(source: Source, sample: Sample, keep: Tensor, sink: int, window: int, 
     keep: [M, L, H, D], bool or 0 and 1.
     sink, window: tokens that keep all channels; the window counts the reading token itself.
     empty_heads: "drop" or "zero", as in `leank_train.forward.fused.fused_attention`.
-
     Raises ValueError for an answer of one token, which no mask can change.
     """
     backbone, ids = source.backbone, source.ids(sample)
@@ -201,7 +198,6 @@ def kept_by_pair(
     Pair p of D / 2 has the frequency theta^(-2p / D). Without a model it rotates the channels p and p + D / 2, and with
     one those that the model says; ThinK at the mask's pruning ratio stands beside it then. Rows "kept" by method and
     pair: of all layers (their layer is empty, their scope "model"), and of each.
-
     task, length, samples: what ThinK sees; samples=0 leaves it out.
     """
     mask = source.need_mask()
@@ -289,8 +285,7 @@ def w_hf(
     RULER's recall of free replies.
 
     task, queries: the sample, and its last queries, on which w_hf is measured.
-    tasks, samples: on which the models are compared.
-    trials: draws of random heads.
+    tasks, samples: on which the models are compared; trials: draws of random heads.
     sink, window: tokens that a streaming head reads.
     """
     ratio = head_ratios(source, task, length, queries)

@@ -44,7 +44,6 @@ class Source:
         settings: of the model; None loads no model.
         mask: path of a mask.safetensors or of a published .pth mask; None loads no mask.
         seed: of the samples.
-
         Raises FileNotFoundError or ValueError for a model or a mask that cannot be used.
         """
         choice = None if mask is None else LeanK(mask)
@@ -102,11 +101,8 @@ class Source:
     def observe(self, ids: Tensor, queries: int = 0, room: int = 0, column_sums: bool = False) -> Prefill:
         """The dense pass over a prompt.
 
-        ids: [1, T].
-        queries: last queries that every layer keeps.
-        room: columns to leave for tokens that follow.
+        ids: [1, T]; queries: last queries that every layer keeps; room: columns to leave for tokens that follow.
         column_sums: whether layers add up the attention that each key receives.
-
         Raises ValueError for a prompt of fewer tokens than `queries`.
         """
         if ids.shape[1] < queries:

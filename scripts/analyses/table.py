@@ -37,7 +37,6 @@ class Table:
         found: numbers [len of each axis]; NaN is a value that is undefined, such as a share of nothing.
         axes: the column of each dimension and its places; None for a single number.
         at: columns that all of them share.
-
         Raises ValueError for infinite values.
         """
         flat = np.asarray(found, dtype=float).ravel()

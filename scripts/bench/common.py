@@ -80,10 +80,7 @@ def subject(shape: str) -> tuple[PreTrainedModel, Path, Sizes]:
 
 
 class Decoding:
-    """Greedy steps on a filled cache, in the replay's own loop.
-
-    position: [rows, 1], of the next token of each row.
-    """
+    """Greedy steps on a filled cache, in the replay's own loop; position: [rows, 1], of the next token of each row."""
 
     def __init__(self, model: PreTrainedModel, cache: Cache, position: Tensor) -> None:
         self.loop, self.token = DecodeLoop(model, cache, position), torch.ones_like(position)

@@ -129,10 +129,7 @@ def configured(
 
 
 class Bench:
-    """Measures methods on one model.
-
-    new: tokens that are timed. profile: whether to look where the time goes.
-    """
+    """Measures methods on one model; new: tokens that are timed. profile: whether to look where the time goes."""
 
     def __init__(self, replay: Replay, new: int, profile: bool = True) -> None:
         self.replay, self.model, self.new, self.profile = replay, replay.model, new, profile
