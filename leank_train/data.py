@@ -78,12 +78,7 @@ def pad(rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 class Steps(torch.utils.data.Dataset):
-    """Batches of one rank, by the number of the step.
-
-    Documents are numbered step by step, and rank by rank within a step.
-
-    documents: documents per batch; rank, world: number of the rank, and how many there are.
-    """
+    """Batches of one rank, by the number of the step; documents are numbered by step, and by rank within a step."""
 
     def __init__(self, backbone: Backbone, mixture: Mixture, documents: int, rank: int, world: int) -> None:
         self.backbone, self.mixture, self.documents = backbone, mixture, documents
@@ -98,8 +93,6 @@ class RetrievalData(L.LightningDataModule):
     """Batches of a task mixture, from the step of the checkpoint on.
 
     The ranks of a step take neighbouring documents, so W ranks with one document see what one rank with W sees.
-
-    documents: documents per step and rank.
     workers: processes that make batches; 0 makes them in this one.
     together: neighbouring ranks that share every context, and so see the same documents.
     """

@@ -90,11 +90,7 @@ def _unserved(config: PreTrainedConfig) -> Iterator[str]:
 
 
 def gains(config: PreTrainedConfig, weights: int, lengths: Sequence[int], batches: Sequence[int]) -> pd.DataFrame:
-    """Return one line per length and method: bytes of the cache, and how much faster a step can be at most.
-
-    weights: bytes that a step reads beside the cache; lengths: tokens of a prompt.
-    batches: prompts that are decoded together.
-    """
+    """Return a line per length and method: bytes of the cache, and what a step that reads `weights` bytes can gain."""
     ends = dict(zip(("sink", "window"), sizes(config), strict=True))
     methods = {f"LeanK {100 * r:.0f}%": {"channels": {"name": "random", "ratio": r}} for r in RATIOS}
     methods |= {"KIVI 4 bits": {"bits": {"name": "kivi", "bits": 4}}}
@@ -143,10 +139,8 @@ def commands(name: str, config: PreTrainedConfig) -> list[str]:
 
 
 def examine(name: str, lengths: Sequence[int], batches: Sequence[int]) -> str:
-    """Return what the doctor says of a model.
+    """Return what the doctor says of a model; without lengths, of some that the model can read.
 
-    name: a folder, a name on the hub, or a shipped model.
-    lengths: tokens of a prompt; empty takes some that the model can read.
     Raises FileNotFoundError without a config, ValueError for one that is damaged.
     """
     config = load_config(name)

@@ -56,8 +56,7 @@ def memory_advice(when: str, settings: str) -> Iterator[None]:
 def calibrate(config: RunConfig, backbone: Backbone) -> Tensor:
     """Return the mean keys that stand for pruned channels (`ChannelMask.mean_keys`), [L, H, D] float32.
 
-    The mean is over the middle tokens, after RoPE, of documents of the run's own tasks that no step trains on.
-    The middle is what a reply's first token finds between sink and window. Every token counts alike.
+    The mean is over middle tokens, after RoPE, that a reply's first token finds in documents that no step trains on.
     """
     documents, pruning = config.mixture(backbone, per_length=config.data.documents), config.pruning
     total, tokens = torch.zeros(tuple(backbone.shape), dtype=torch.float64), 0
@@ -80,10 +79,7 @@ def calibrate(config: RunConfig, backbone: Backbone) -> Tensor:
 
 
 def first_look(config: StageConfig) -> int:
-    """Return the first step after which a stage may look at held-out documents.
-
-    Before it the scores have yet to fall, or the learning rate to rise: a mask of them says nothing of later ones.
-    """
+    """Return the first step after which a stage may look at held-out documents: scores have fallen, or lr risen."""
     return math.ceil(config.steps * (steering.FALL if config.lam == steering.AUTO else RISE))
 
 
@@ -96,10 +92,7 @@ class EarlyStop(L.Callback):
     """Every few steps, measures the mask that the scores give on held-out documents, and keeps the best scores.
 
     The stage ends after `patience` looks in a row that found nothing better. All ranks see the loss of all documents,
-    so they stop together. Checkpoints hold the looks and the best scores.
-
-    config: settings of the stage; it has patience; looks: (step, loss) of each look.
-    best: scores [L, H, D] of the look with the smallest loss; None before the first look.
+    so they stop together. Checkpoints hold the looks (step, loss) and the best scores [L, H, D], None before a look.
     """
 
     def __init__(self, config: StageConfig) -> None:
@@ -157,10 +150,9 @@ class EarlyStop(L.Callback):
 
 
 def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: Signals) -> Recorder:
-    """Run one stage, go on from its checkpoint, or read what it left when it was done.
+    """Run one stage, go on from its checkpoint, or read what it left when it was done; its alpha is the result.
 
-    stage: learns in place; its alpha is the result; name: "stage1" or "stage2".
-    Returns the course of the stage. Raises KeyboardInterrupt if the stage was interrupted before its end.
+    Returns its course. Raises KeyboardInterrupt if the stage was interrupted before its end.
     """
     config, recorder = current.config, Recorder(stage.config.steps // 20)
     folder = current.out / "checkpoints" / name

@@ -66,10 +66,9 @@ def claimed(config: RunConfig, resolved: dict[str, object], out: Path) -> Iterat
 
 
 def inputs(config: RunConfig, processes: int) -> dict[str, object]:
-    """Return what a mask depends on and the fingerprint does not hold, as JSON.
+    """Return as JSON what a mask depends on and the fingerprint does not hold.
 
-    That is the contents of files that settings name, the order of tasks, by which they are drawn, and how many
-    documents all processes have in a step.
+    That is the contents of files, the order in which tasks are drawn, and how many documents a step has in all.
     """
     data, model = config.data, config.model.name
     return {
@@ -83,10 +82,7 @@ def inputs(config: RunConfig, processes: int) -> dict[str, object]:
 
 
 def check_folder(run: Run, given: dict[str, object]) -> None:
-    """Raise BadConfig for a folder with checkpoints that this run must not use, or that others began.
-
-    given: the inputs of this run.
-    """
+    """Raise BadConfig for a folder with checkpoints that this run must not use, or that began with other inputs."""
     out = run.out
     if not (out / "checkpoints").exists():
         return

@@ -177,11 +177,7 @@ class RunConfig(Checked):
         )
 
     def mixture(self, backbone: Backbone, stage: str = "stage1", per_length: int = 1) -> Mixture:
-        """Return the training documents of a stage.
-
-        stage: "stage1" or "stage2".
-        per_length: neighbouring documents that share a length, as those of a step do.
-        """
+        """Return the documents of "stage1" or "stage2"; `per_length` neighbours share a length, as in a step."""
         data = self.data
         return Mixture(
             dict(data.tasks), backbone.tokenizer, data.min_length, data.max_length,
@@ -230,10 +226,7 @@ def check(given: DictConfig | Mapping[str, object]) -> RunConfig:
 
 
 def check_model(config: RunConfig, longest: dict[str, int]) -> None:
-    """Raise BadConfig if the model's own config does not fit the settings.
-
-    longest: name of a setting -> tokens of its longest sequence.
-    """
+    """Raise BadConfig if the model's config does not fit the settings, of which `longest` are tokens of sequences."""
     name = config.model.name
     model = backbones.load_config(name, config.model.overrides)
     kind = f"model.name={name} ({model.model_type})"

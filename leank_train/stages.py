@@ -94,12 +94,10 @@ class PruningConfig(Checked):
 def read(
     model: PreTrainedModel, batch: Batch, kernel: str, mean_keys: Tensor | None, ranks: dist.ProcessGroup | None = None
 ) -> tuple[Prefix, Branch, Tensor]:
-    """Read a batch once, whatever scores its students have.
+    """Read a batch once, whatever scores its students have: documents, questions, the teacher's answers [R, N, hidden].
 
-    kernel: of the prefill.
-    mean_keys: [L, H, D], what stands for pruned channels; None for 0.
+    kernel: of the prefill; mean_keys: [L, H, D], what stands for pruned channels; None for 0.
     ranks: the processes that hold a share of each document; None if this one holds all.
-    Returns the documents, the questions, and the teacher's rows of the answers, [R, N, hidden].
     """
     documents, prompts = batch.documents, batch.prompts
     if ranks:
@@ -127,10 +125,8 @@ class Stage(L.LightningModule):
         parallel: TrainerConfig | None = None,
         mean_keys: Tensor | None = None,
     ) -> None:
-        """Make alpha, the only parameter.
+        """Make alpha, the only parameter: a copy of scores [L, H, D], ones by default.
 
-        backbone: the frozen decoder; pruning: the mask to learn.
-        alpha: scores to start from, [L, H, D]; ones by default.
         parallel: how processes share the work; one process by default.
         mean_keys: [L, H, D], what stands for pruned channels; 0 by default.
         """
@@ -171,10 +167,7 @@ class Stage(L.LightningModule):
         return self.alpha.new_zeros(())
 
     def distillation(self, batch: Batch, beta: Tensor | None = None) -> Tensor:
-        """Return the distance of student and teacher at the answer tokens, by the stage's objective.
-
-        beta: a mask, bool [L, H, D], to measure as it is deployed; by default the student has the stage's scores.
-        """
+        """Return the distance of student and teacher at the answer tokens; beta [L, H, D]: a mask as it is deployed."""
         model = self.backbone.model
         prefix, question, full = read(model, batch, self.parallel.prefill_kernel, self.mean_keys, self.ranks)
         return self.objective.distance(full, self.student(prefix, question, batch, beta), batch.answers.lengths)
@@ -216,9 +209,7 @@ class Stage(L.LightningModule):
     def _over_ranks(self, batch: Batch, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Weigh this rank's loss, so that the mean over ranks is the loss of all their documents in one batch.
 
-        DDP gives every rank the same weight, but the loss is a mean over answer tokens (or sequences), and ranks have
-        different numbers of them.
-
+        DDP gives every rank the same weight, and ranks differ in answer tokens, which the loss is a mean over.
         Returns the weighed loss, its mean over ranks, and the document tokens of all ranks.
         """
         tokens = to_device(batch.documents.lengths.sum().float(), loss.device)
@@ -274,11 +265,7 @@ class Stage1(Stage):
         return self.lam * distill.l1_penalty(self.alpha, self.config.l1)
 
     def finish(self) -> None:
-        """For nested ratios, score each channel by its mean over the stage, in which the mean of all falls to the end.
-
-        The last scores tell which channels stay at the highest ratio, and are 0 for most others. The mean over the fall
-        also tells in which order the others went.
-        """
+        """For nested ratios, score a channel by its mean over the stage, which tells in what order they fell."""
         if self.pruning.nested:
             with torch.no_grad():
                 self.alpha.copy_(self.path / self.config.steps)

@@ -61,11 +61,8 @@ class Metrics(TypedDict, total=False):
 def run(given: DictConfig, out: Path, signals: Signals | None = None) -> Metrics:
     """Train a mask into the folder `out`, or go on with what is there.
 
-    given: the configuration, conf/train/train.yaml.
-    out: the run directory; it is made if needed.
     signals: ends the run with a checkpoint (SystemExit) at the first step after a signal; None listens to none.
     Returns the metrics of metrics.json in the first process, and an empty dictionary in every other.
-
     Raises BadConfig for settings that cannot work, BlockingIOError if another run is writing into `out`.
     """
     resolved = plain(given)
@@ -219,7 +216,6 @@ def save_masks(
     """Write the mask, the scores, the masks that stage 1 alone gives, and those at other ratios.
 
     scores1, alpha: scores [L, H, D] after stage 1 and stage 2.
-    means: mean keys of the run's calibration, for every mask; None for none.
     Returns those that the verdict compares, by name: `MASK`, the mask of the run, `STAGE1`, and other ratios.
     """
     config, pruning, out = current.config, current.config.pruning, current.out
@@ -273,10 +269,7 @@ def save_layouts(
 
 
 def pronounce(current: Run, backbone: Backbone, masks: dict[str, ChannelMask], metrics: Metrics) -> None:
-    """Compare the mask with others on held-out documents: figures go into the masks' files, doubts into the log, too.
-
-    masks: see `save_masks`.
-    """
+    """Compare masks on held-out documents: figures go into the masks' files, doubts into the log, too."""
     started, config, out = time.monotonic(), current.config, current.out
     verdict = judge(config, backbone, masks)
     if verdict is None:

@@ -96,10 +96,9 @@ class Verdict:
 
 
 def judge(config: RunConfig, backbone: Backbone, masks: Mapping[str, ChannelMask]) -> Verdict | None:
-    """Measure the masks of a run and those that they have to beat.
+    """Measure the masks of a run, by name, and those that they have to beat.
 
-    masks: name -> mask; `MASK` and `STAGE1` are among them, and others have higher or lower ratios. With layouts of
-        bits there is no `STAGE1`, and others have more or fewer bytes.
+    masks: `MASK`, `STAGE1`, and others of higher or lower ratios; with layouts of bits no `STAGE1`, and other bytes.
     Returns None where it cannot be measured by one process (shared weights or contexts), or the model has no head.
     """
     documents = config.validation.heldout

@@ -38,7 +38,7 @@ OF_DENSE = ("model.", "validation.")  # the settings that a dense score depends 
 
 @dataclass(frozen=True)
 class Member:
-    """One run of a sweep: its overrides, its folder once it started, its job's number and log, and what became of it."""
+    """One run of a sweep: its overrides, folder once it started, job's number and log, and what became of it."""
 
     overrides: tuple[str, ...]
     folder: Path | None

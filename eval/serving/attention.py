@@ -115,10 +115,7 @@ def slots_of(group: PageGroup, table: Tensor, at: Tensor) -> Tensor:
 
 
 def places(layout: PageLayout, table: Tensor, first: Tensor, end: Tensor) -> Places:
-    """Where `rest` holds what steps from position `first` on read whole, up to position `end`.
-
-    table: int64 [R, blocks]; first, end: int64 [R]
-    """
+    """Where `rest` [R, blocks] holds what steps from position `first` [R] on read whole, up to position `end` [R]."""
     window = torch.clamp(first - layout.window, min=layout.sink)
     sink = torch.arange(layout.sink, device=table.device).expand(len(first), -1)
     longest = max(0, int((end - window).max()))
@@ -133,7 +130,6 @@ def attend(step: Step, layer: int, pages: Tensor, q: Tensor, k: Tensor, v: Tenso
     """Write a step's attention to `out`; the step's tokens are in pages already.
 
     pages: [blocks, page_columns]; q, out: [tokens, Hq, D]; k, v: [tokens, H, D], from the projections
-    scaling: factor of the logits
     """
     if step.decoding is not None:
         rows = step.decoding.rows
@@ -146,8 +142,7 @@ def attend(step: Step, layer: int, pages: Tensor, q: Tensor, k: Tensor, v: Tenso
 def decode(layout: PageLayout, layer: int, pages: Tensor, q: Tensor, step: DecodingRequests, scaling: float) -> Tensor:
     """Attention of R requests with one new position each, which is in pages already.
 
-    pages: [blocks, page_columns]; q: [R, Hq, D]; scaling: factor of the logits
-    Returns [R, Hq, D] in q's dtype, computed in at least fp32.
+    pages: [blocks, page_columns]; q: [R, Hq, D]. Returns [R, Hq, D] in q's dtype, computed in at least fp32.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     of_kept, of_rest = (group.layers[layer] for group in (layout.kept, layout.rest))
@@ -177,11 +172,7 @@ def decode(layout: PageLayout, layer: int, pages: Tensor, q: Tensor, step: Decod
 def prefill(
     layout: PageLayout, layer: int, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Chunk, scaling: float
 ) -> Tensor:
-    """Attention of one request's new positions, whose K and V come from the projections.
-
-    q: [n, Hq, D]; k, v: [n, H, D]
-    Returns [n, Hq, D].
-    """
+    """Attention [n, Hq, D] of one request's new positions, whose K and V [n, H, D] come from the projections."""
     dense = len(q) - step.generated
     out = torch.empty_like(q)
     keys, values = _with_past(layout, layer, pages, step, k, v)

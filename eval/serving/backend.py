@@ -275,10 +275,7 @@ class PrunedAttention(AttentionImpl[GroupStep]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Store the step's K and V, and write its attention to `output` [tokens, Hq, D].
-
-        query: [tokens, Hq, D]; key, value: [tokens, H, D]; attn_metadata: None in vLLM's trial run, which has no pages
-        """
+        """Store the step's K and V, and write its attention to `output`; vLLM's trial run has no metadata."""
         if attn_metadata is None:
             if query.is_cuda:  # what the longest prompt takes, for vLLM to reserve
                 past = key.new_empty(2, self.room, *key.shape[1:]), torch.empty_like(query), torch.empty_like(query)

@@ -78,11 +78,7 @@ class PageGroup:
         return pages.as_strided((len(pages), self.block, stripe.width), (pages.stride(0), stripe.width, 1), first)
 
     def table(self, layer: int) -> Tensor:
-        """The stripes of a layer for a kernel: int32 [H, 5].
-
-        The columns are the start, width and count of the head's K stripe, and the start and width of its V stripe. A
-        width of 0 says that the stripe is not stored.
-        """
+        """A layer's stripes for a kernel, int32 [H, 5]: start, width, count of K, start, width of V; 0: none stored."""
         rows = [(h.k.start, h.k.width, h.k.count, h.v.start, h.v.width) for h in self.layers[layer]]
         return torch.tensor(rows, dtype=torch.int32)
 
@@ -122,9 +118,8 @@ class PageLayout:
 
     @classmethod
     def of(cls, keep: Tensor, block: int, sink: int, window: int) -> Self:
-        """Lay out a mask.
+        """Lay out a mask: keep bool [L, H, D], True = kept.
 
-        keep: bool [L, H, D], True = kept
         block: tokens of a page of `kept`, a multiple of 16; a page of `rest` has a divisor of them, the largest that
             fits into the bytes of a page of `kept`
         Raises ValueError for other blocks, and masks that prune nothing or everything.
@@ -146,11 +141,7 @@ class PageLayout:
 
 
 def lay_out(stored: Tensor, values: Tensor, block: int) -> PageGroup:
-    """The group that stores these channels.
-
-    stored: bool [L, H, D], the K channels; values: bool [L, H], whether V is stored
-    block: tokens of a page
-    """
+    """The group that stores K channels [L, H, D], and V of heads `values` [L, H], in pages of `block` tokens."""
     layers, at, dim = [], 0, stored.shape[-1]
     for of_layer, with_values in zip(stored, values.tolist(), strict=True):
         heads = []

@@ -41,9 +41,8 @@ class _Layer:
 class PagedAttention:
     """The kernel over the pages of one layout, with all the memory that its launches need.
 
-    layout: whose pages are read; device: of the pages; q_heads: query heads of a layer
-    rows: the most rows of a launch; programs: of a launch, 0 = PER_SM per multiprocessor
-    varlen: attention of chunks
+    q_heads: query heads of a layer; rows: the most rows of a launch; varlen: attention of chunks
+    programs: of a launch, 0 = PER_SM per multiprocessor
     Raises ValueError for a layout that the kernel cannot read.
     """
 
@@ -88,10 +87,7 @@ class PagedAttention:
         )
 
     def warm_up(self, dtype: torch.dtype, longest: int) -> None:
-        """Compile all kernels, so that no request waits for that.
-
-        dtype: of the pages; longest: positions that a block table has room for
-        """
+        """Compile all kernels for block tables of `longest` positions, so that no request waits for that."""
         layout, device = self.layout, self._done.device
         pages = torch.zeros(1, layout.page_columns, dtype=dtype, device=device)
         kept, rest = (
@@ -135,19 +131,14 @@ class PagedAttention:
         scaling: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        """softmax(q K_sink, q_kept K_middle, q K_window) V of one decoding step, in one launch.
+        """softmax(q K_sink, q_kept K_middle, q K_window) V of a decoding step, [B, Hq, D] in q's dtype, in one launch.
 
         Lengths and tables may change between replays of a captured launch.
-
         pages: [blocks, page_columns]
         q: [B, Hq, D], the query of each row's last token, whose own K and V are in the pages
         lengths: int32 [B] on the device, tokens of each row, that one included; 0 gives zeros
-        kept_table, rest_table: int32 [B, blocks of a row] on the device, the pages of each group; what they hold
-            behind a row's last page is not read
-        scaling: factor of the logits
+        kept_table, rest_table: int32 [B, blocks of a row] on the device; behind a row's last page nothing is read
         out: contiguous like the result, which is put there; None = new memory
-        Returns [B, Hq, D] in q's dtype.
-
         Raises ValueError for more rows than the memory is for.
         """
         import triton
@@ -233,7 +224,6 @@ class PagedAttention:
         """Write the attention of a batch of chunks to its rows of `out`; the reference is `attention.prefill`.
 
         q, out: [tokens, Hq, D] of the step; the other arguments are those of `gather`
-        scaling: factor of the logits
         """
         starts, at = batch.plan, batch.rows
         q, out = q[at], out[at]
@@ -259,8 +249,7 @@ class PagedAttention:
 def decoding_first(starts: Sequence[int], tokens: int) -> int:
     """How many of the first requests have one new position, or none, as padding has, and a row each.
 
-    starts: [R + 1], the first row of each request in the step's tokens
-    tokens: rows of the step, padding included
+    starts: [R + 1], the first row of each request in the step's tokens; tokens: its rows, with padding
     """
     many = [new > 1 for new in (end - start for start, end in pairwise(starts))]
     return min(many.index(True) if any(many) else len(many), tokens)
@@ -291,11 +280,7 @@ class DeviceStep:
         scaling: float,
         out: Tensor,
     ) -> None:
-        """Store the step's K and V, and write its attention to `out`.
-
-        pages: [blocks, page_columns]; q, out: [tokens, Hq, D], out contiguous
-        k, v: [tokens, H, D]; scaling: factor of the logits
-        """
+        """Store the step's K and V, and write its attention to `out`, which is contiguous; see `attention.attend`."""
         tokens, first = len(self.slots[0]), self.decodes
         paged.write(pages, layer, k[:tokens], v[:tokens], *self.slots)
         if first:

@@ -68,10 +68,8 @@ class RestBlocks:
     def most(self, in_flight: int, longest: int, hits: bool) -> int:
         """Pages that one request holds at most.
 
-        in_flight: tokens of a step; longest: tokens of a request; hits: whether a prompt can begin with a prefix hit
-
-        The sink, and the window that a step leaves. A step behind another one, or behind a prefix hit, also holds the
-        window that it reads.
+        These are the sink, and the window that a step of `in_flight` tokens leaves. A step behind another, or behind
+        a prefix hit, which a prompt can begin with if `hits`, also holds the window that it reads.
         """
         of_tail = _ceil(self.window + self.hit, self.block) + 1
         marks = 0

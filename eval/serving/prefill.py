@@ -60,13 +60,11 @@ def batches(
     room: int,
     device: torch.device,
 ) -> list[Batch]:
-    """Divide requests of a step into batches.
+    """Divide requests of a step, numbers `which`, ascending, into batches.
 
-    layout: of the pages
     starts: [R + 1], the first row of each request in the step's tokens
-    ends: [R], positions of each request once the step is done; which: numbers of the requests to compute, ascending
+    ends: [R], positions of each request once the step is done
     room: tokens of K and V that a batch may have, unless a single request has more
-    device: of the step
     """
     found: list[list[int]] = []
     total = 0

@@ -31,10 +31,7 @@ class ServerSettings(Checked):
     def find(cls, additional: object, environment: Mapping[str, str] = os.environ) -> Self | None:
         """Read the settings of `--additional-config '{"leank": {"mask": PATH}}'`, else of LEANK_MASK and the like.
 
-        additional: the value of additional-config; environment: the environment variables
-
         What is not given is what the mask was trained with, else 128 and 1024. Returns None without a mask.
-
         Raises ValueError for unknown names and wrong values, FileNotFoundError without the file.
         """
         given = {name: environment[variable] for name, variable in NAMES.items() if environment.get(variable)}

@@ -131,8 +131,7 @@ def prefill(
 def branch(model: PreTrainedModel, prefix: Prefix, ids: Tensor, lengths: Sequence[int] | Tensor) -> Branch:
     """Continue the documents with full attention.
 
-    ids: [R, T], right-padded; R is a multiple of B; lengths: [R], at least 1.
-    Raises ValueError if R is no multiple of B, or for bad lengths.
+    ids: [R, T], right-padded; lengths: [R], at least 1. Raises ValueError if R is no multiple of B, or for bad lengths.
     """
     lengths, starts = checked_lengths(lengths, ids), _starts(prefix, ids)
     positions, k_positions = _positions(starts, lengths, ids)
@@ -153,14 +152,12 @@ def student(
     window: int,
     empty_heads: str,
 ) -> Tensor:
-    """Run the answer tokens with the scaled attention of Eq. 1; the gradient reaches alpha.
+    """Run the answer tokens with the scaled attention of Eq. 1; the gradient reaches alpha [L, H, D].
 
-    question: the branches up to their answers; answer_ids: [R, N], right-padded.
-    lengths: [R], at least 1; alpha: [L, H, D].
+    question: the branches up to their answers; answer_ids: [R, N], right-padded; lengths: [R], at least 1.
     sink, window: tokens that Eq. 1 does not scale; the window counts the row itself.
     empty_heads: as in `fused.fused_attention`.
-    Returns hidden states [R, N, hidden] after the final norm. Those past a length mean nothing; leave them out of the
-    loss.
+    Returns hidden states [R, N, hidden] after the final norm. Those past a length mean nothing.
     """
     positions, k_positions = answer_positions(question, answer_ids, lengths)
     state = ScaledPass(prefix, question, positions, k_positions, alpha, sink, window, empty_heads)
@@ -205,11 +202,7 @@ class _Keeps:
 
 
 class PrefillPass(_Keeps):
-    """Causal attention by the library's fastest kernel; keeps K and V.
-
-    longest: tokens of the longest sequence; layers: number of layers of the model.
-    kernel: one of `kernels.KERNELS`.
-    """
+    """Causal attention by one of `kernels.KERNELS`, or the fastest; keeps K and V."""
 
     def __init__(self, longest: int, layers: int, kernel: str = "auto") -> None:
         super().__init__(longest)
@@ -231,10 +224,7 @@ class PrefillPass(_Keeps):
 
 
 class FullPass(_Keeps):
-    """Full attention of each branch over its document and itself; keeps K and V.
-
-    positions: [R, n] of the rows, on the host; k_positions: [R, n], the same with -1 for padding.
-    """
+    """Full attention of each branch over its document and itself; keeps K and V; positions as from `_positions`."""
 
     def __init__(self, prefix: Prefix, positions: Tensor, k_positions: Tensor) -> None:
         super().__init__(int(k_positions.max()) + 1)
@@ -257,12 +247,7 @@ class FullPass(_Keeps):
 class ScaledPass:
     """Eq. 1 for the answer rows, over the keys of document (part 0), question (part 1) and answer (part 2).
 
-    The example in `plan` follows the rows of an answer from here to the keys that they read.
-
-    positions: [R, n] of the rows, on the host; k_positions: [R, n], the same with -1 for padding.
-    alpha: [L, H, D].
-    sink, window: tokens that all rows read with plain queries; the window counts the row itself.
-    empty_heads: as in `fused.fused_attention`.
+    The example in `plan` follows the rows of an answer from here to the keys that they read; arguments: `student`.
     """
 
     def __init__(

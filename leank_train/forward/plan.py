@@ -70,10 +70,7 @@ def visibility(q_positions: Tensor, k_positions: Tensor, zone: str, sink: int = 
     """Find the spans of one zone for a pass.
 
     The zones "dense" and "middle" of the same sink and window are disjoint, and together they are "causal".
-
-    q_positions: [R, n].
-    k_positions: [B, T], -1 for padding; B divides R; zone: "causal", "dense" or "middle".
-    sink, window: tokens, at least 0 and 1; the window counts the row itself.
+    q_positions: [R, n]; k_positions: [B, T], -1 for padding; B divides R; sink, window: as in `branching.student`.
     """
     folded = q_positions.reshape(k_positions.shape[0], -1)  # [B, M * n]
     found = Visibility(folded, k_positions, zone, sink, window, ())
@@ -181,9 +178,8 @@ class Plan:
         self._layouts: dict[tuple[int, int | None, bool], Layout] = {}
 
     def layout(self, size: int, flash_from: int | None, shared: bool) -> Layout:
-        """The blocks of the plan, made by the first layer and kept for the others.
+        """The blocks of the plan, made by the first layer and kept for the others; size: keys per block, about.
 
-        size: keys per block, about.
         flash_from: keys from which the flash kernel reads a piece of part 0; None: it reads none.
         shared: whether part 0 is this rank's share of the documents.
         """
@@ -205,12 +201,11 @@ class Plan:
 def document_pieces(
     q_positions: Tensor, k_positions: Tensor, zones: Sequence[Visibility], device: torch.device | None = None
 ) -> tuple[Piece, ...]:
-    """The pieces of part 0, the documents' keys.
+    """The pieces of part 0, the documents' keys, with masks on `device`, by default that of the positions.
 
     q_positions: [R, n], positions of the rows; k_positions: [B, P], -1 for padding.
     zones: "causal" alone, or "dense" and then "middle", which is read with scaled queries. Their spans may cover more
         keys than these rows see.
-    device: device of the masks; None: that of the positions.
     """
     device = device or q_positions.device
     rows = to_device(q_positions.reshape(len(k_positions), -1)[:, :, None], device)  # [B, M * n, 1]
@@ -241,13 +236,10 @@ def own_pieces(
     device: torch.device | None = None,
     part: int = 1,
 ) -> tuple[Piece, ...]:
-    """The pieces of a part that holds the branches' own keys, laid out by `fused.side_by_side`.
+    """The pieces of a part that holds the branches' own keys [R, T], laid out by `fused.side_by_side`; documents: B.
 
     A row sees the keys of its own branch alone. The window usually holds all of them; then there is no scaled piece.
-
-    q_positions: [R, n], positions of the rows; k_positions: [R, T], -1 for padding.
-    documents: B; zones: as in `document_pieces`.
-    device: device of the masks; None: that of the positions; part: number of the part.
+    The other arguments are those of `document_pieces`.
     """
     n, T, M = q_positions.shape[1], k_positions.shape[1], len(q_positions) // documents
     device = device or q_positions.device

@@ -29,12 +29,10 @@ def prefill_in_shares(
     ranks: dist.ProcessGroup,
     kernel: str = "auto",
 ) -> Prefix:
-    """`branching.prefill` by all ranks of a group, which all call it with the same documents.
+    """`branching.prefill` by all W processes of the group `ranks`, which all call it with the same documents.
 
-    document_ids: [B, P], right-padded; lengths: [B]; ranks: the group, of W processes.
     kernel: one of `kernels.KERNELS`, of which those without a log-sum-exp stand for the library's flash kernel.
-    Returns a Prefix with this rank's share of the tokens, [B, 2 c] where c = ceil(P / 2 W). Raises ValueError as
-    `prefill` does.
+    Returns a Prefix with this rank's share of the tokens, [B, 2 c] where c = ceil(P / 2 W).
     """
     check_decoder(model)
     lengths = checked_lengths(lengths, document_ids)
@@ -60,9 +58,6 @@ class RingPass:
 
     Within its own share a rank attends causally. Both of its chunks see the first chunk of a rank before it. Only its
     second chunk sees a rank after it, and then both chunks. So every step of the ring is the same work on all ranks.
-
-    longest: tokens of the longest document; ranks: the group; layers: number of layers of the model.
-    kernel: as in `prefill_in_shares`.
     """
 
     def __init__(self, longest: int, ranks: dist.ProcessGroup, layers: int, kernel: str) -> None:
@@ -111,12 +106,10 @@ class RingPass:
 def block_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, cudnn: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp, by one of the library's kernels where they run, else by plain products.
+    """Attention [B, Hq, n, D] and its log-sum-exp [B, Hq, n], both in at least float32; k, v: [B, H, T, D].
 
-    q: [B, Hq, n, D]; k, v: [B, H, T, D].
+    One of the library's kernels computes it where they run, cuDNN's or the flash kernel, else plain products.
     causal: query i sees the keys up to i, and n = T; otherwise every query sees all keys.
-    cudnn: by cuDNN's kernel where it runs, instead of the flash kernel.
-    Returns out [B, Hq, n, D] and lse [B, Hq, n], both in at least float32.
     """
     if flash_takes(q):
         out, lse = (cudnn_forward if cudnn else flash_forward)(q, k, v, scale, causal)[:2]

@@ -32,10 +32,7 @@ class Objective(ABC):
     needs_head: ClassVar[bool] = False
 
     def __init__(self, model: PreTrainedModel, reduction: str) -> None:
-        """Take the frozen model and the stage's `reduction`: "official" is a mean over answer tokens, "paper" a sum.
-
-        Raises ValueError for a model without the head that the objective needs.
-        """
+        """Take the frozen model and the stage's `reduction`: "official" is a mean over answer tokens, "paper" a sum."""
         self.model, self.reduction = model, reduction
         if self.needs_head:
             check_head(model)
@@ -52,9 +49,8 @@ class Objective(ABC):
     def factor(self) -> float:
         """Factor of the loss in the backward pass, by which the gradient is divided again.
 
-        An official loss is a mean over thousands of units and tokens. Most of its gradients with respect to hidden
-        states lie below 6e-8, float16's smallest number. In bfloat16 they do not. The paper's loss is a sum, whose
-        gradients times this factor would lie beyond float16's largest number.
+        Most gradients of an official loss, a mean over thousands of units and tokens, lie below 6e-8, the smallest
+        number of float16. Those of the paper's loss, a sum, would lie beyond its largest one.
         """
         return FLOAT16_FACTOR if self.model.dtype == torch.float16 and self.reduction == "official" else 1.0
 

@@ -18,8 +18,7 @@ STRAIGHT_THROUGH = ("binary", "alpha_beta")
 def answer_rows(hidden: Tensor, question_lengths: Tensor, answer_tokens: int) -> Tensor:
     """Return the teacher's rows of the answer, [R, N, hidden]; rows past the last one repeat it.
 
-    hidden: [R, T, hidden], rows of question and answer; question_lengths: [R], tokens before each answer.
-    answer_tokens: N, tokens of the longest answer.
+    hidden: [R, T, hidden], rows of question and answer; question_lengths: [R]; answer_tokens: N, of the longest.
     """
     index = question_lengths[:, None] + torch.arange(answer_tokens, device=question_lengths.device)  # [R, N]
     index = to_device(index.clamp(max=hidden.shape[1] - 1), hidden.device)
@@ -60,10 +59,8 @@ def straight_through(alpha: Tensor, beta: Tensor, variant: str) -> Tensor:
 def backward(loss: Tensor, of_all: Tensor | None = None) -> None:
     """Run loss.backward() in the calling thread: autograd's thread has a cuBLAS workspace of its own (32 MiB).
 
-    The check comes after the backward pass, because it waits for the GPU, which would have nothing to do meanwhile.
-
-    of_all: the loss of all ranks; `loss` by default.
-    Raises ValueError on every rank if the loss of all is not finite: none of them may go on to a checkpoint.
+    Raises ValueError on every rank, after the backward pass, which this waits for, if the loss of all ranks (`of_all`,
+    by default `loss`) is not finite: none of them may go on to a checkpoint.
     """
     with torch.autograd.set_multithreading_enabled(False):
         loss.backward()

@@ -32,9 +32,7 @@ def kl_loss(
 ) -> Tensor:
     """Return KL(softmax(W h_full) || softmax(W h_scaled)) at the answer tokens, computed in float32 (float64 stays).
 
-    head: the model's output head.
-    full, scaled: [R, N, hidden], hidden states of teacher and student; only `scaled` gets a gradient.
-    lengths: [R], on the host, answer tokens of each sequence.
+    full, scaled, lengths: as in `Objective.distance`; only `scaled` gets a gradient.
     reduction: "official" is the mean over all answer tokens, "paper" their sum over the number of sequences R.
     chunk: answer tokens whose logits are held at a time; LOGITS_AT_ONCE decides by default.
     """

@@ -51,13 +51,11 @@ def gain(steps: int) -> float:
 
 
 def steer(lam: Tensor, before: Tensor, after: Tensor, step: int, steps: int, ratio: float) -> None:
-    """Change lambda in place after a step.
+    """Change lambda, a scalar, in place after step number `step` (from 1) of `steps`.
 
     With off = mean - wanted mean, log lambda changes by gain * off + DAMPING * (change of off in this step). Lambda
     sets how fast scores fall, so the second term is meant to keep the mean from swinging about its line.
-
-    lam: float tensor, a scalar; before, after: mean scores before and after the step.
-    step: number of the step, from 1; steps: steps of the stage; ratio: the pruning ratio.
+    before, after: mean scores before and after the step.
     """
     off = after - wanted_mean(step, steps, ratio)
     change = off - (before - wanted_mean(step - 1, steps, ratio))
@@ -88,10 +86,7 @@ class Separation:
         return asdict(self)
 
     def warning(self, ratio: float, steered: float | None = None) -> str | None:
-        """Return why the cut at this ratio was arbitrary and what to do; None if it was not.
-
-        steered: the last lambda if it was steered to the ratio, else None.
-        """
+        """Return why the cut at this ratio was arbitrary, and a cure; None if not; steered: the last lambda, if so."""
         if self.between <= MOST_BETWEEN and self.margin >= LEAST_MARGIN:
             return None
         if steered is None:

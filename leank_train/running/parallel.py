@@ -32,11 +32,7 @@ LIGHTNING_NOTES = (  # what Lightning says at every start, of its own use of tor
 
 @dataclass(frozen=True)
 class TrainerConfig(Checked):
-    """Settings of the processes, conf/train/trainer.
-
-    Raises BadConfig for settings that need several processes without strategy=ddp, a precision that rounds, or a
-    package that is missing.
-    """
+    """Settings of the processes, conf/train/trainer."""
 
     # accelerator, devices, num_nodes, strategy, precision, deterministic: arguments of lightning.Trainer
     accelerator: str = "auto"
@@ -75,11 +71,7 @@ class TrainerConfig(Checked):
 
 
 def trainer(config: TrainerConfig, **more: Any) -> L.Trainer:
-    """Make a Trainer.
-
-    more: further arguments of lightning.Trainer.
-    Raises ValueError if sequence_parallel does not divide the number of processes.
-    """
+    """Make a Trainer. Raises ValueError if sequence_parallel does not divide the number of processes."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its notes on hardware and products
     for words in LIGHTNING_NOTES:
         warnings.filterwarnings("ignore", words)
@@ -115,7 +107,6 @@ def shard(model: PreTrainedModel, device: torch.device, head: bool = False) -> N
     """Leave each rank a share of every layer's weights; a layer is gathered while it runs. A second call does nothing.
 
     model: on the CPU, where all processes of a node share the pages of its file. Its layers move one after the other.
-    device: of the shares.
     head: whether the head, which hidden states do not need, moves to `device` as a whole (2.1 GB of the 70B model).
     """
     if head:

@@ -47,10 +47,7 @@ class Signals:
         self._before: dict[signal.Signals, Handler] = {}  # handlers that `_note` replaces
 
     def listen(self) -> None:
-        """Note signals from here on, also after a library has installed its own handlers.
-
-        Does nothing outside of the context.
-        """
+        """Note signals from here on, also after a library has set handlers; outside of the context do nothing."""
         self._at_once = False
         for number in self._before:
             signal.signal(number, self._note)

@@ -18,11 +18,7 @@ BETWEEN_LINES = 30.0  # seconds
 
 
 class Meter(tqdm):
-    """Reports the steps of one phase on standard output. A log file gets whole lines, and no carriage return.
-
-    phase: name of the phase and what it does; total: number of steps.
-    unit: name of a step; done: steps that an earlier run has done.
-    """
+    """Reports `total` steps on standard output, after `done` earlier ones; a log file gets whole lines."""
 
     monitor_interval = 0  # no thread of tqdm's own: a run forks
 

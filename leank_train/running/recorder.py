@@ -23,10 +23,7 @@ PARTS = {"state_dict": dict, "loops": dict, "optimizer_states": list, "callbacks
 
 
 def check_origin(state: object, of: list[str], path: str | Path, cure: str) -> None:
-    """Raise BadConfig for a checkpoint of another stage or config, which a user may have copied.
-
-    of: see `AtomicCheckpointIO`.
-    """
+    """Raise BadConfig for a checkpoint that another stage or config (`of`) has written, and a user may have copied."""
     if not isinstance(state, dict) or state.get("of") != of:
         raise BadConfig(f"{path} is of another stage or of another config; {cure}")
 
@@ -56,8 +53,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Read a checkpoint without unpickling anything, whatever `weights_only` says.
 
-        Raises DamagedFile, or ValueError for a checkpoint of another stage or config and for scores that are not
-        finite; all say how to go on.
+        Raises DamagedFile, or ValueError for one of another stage or config and scores that are not finite.
         """
         cure = "remove it to start the stage anew"
         if (previous := Path(path).with_name(PREVIOUS)).exists():

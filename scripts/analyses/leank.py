@@ -159,11 +159,9 @@ class Known(NamedTuple):
 
 @torch.no_grad()
 def known(source: Source, sample: Sample, keep: Tensor, sink: int, window: int, empty_heads: str) -> Known:
-    """Run the right answer under every mask, with the attention of training's Eq. 1; the prompt is prefilled once.
+    """Run the right answer under every mask [M, L, H, D] with training's Eq. 1; the prompt is prefilled once.
 
-    keep: [M, L, H, D], bool or 0 and 1.
-    sink, window: tokens that keep all channels; the window counts the reading token itself.
-    empty_heads: "drop" or "zero", as in `leank_train.forward.fused.fused_attention`.
+    sink, window, empty_heads: as in `leank_train.forward.branching.student`.
     Raises ValueError for an answer of one token, which no mask can change.
     """
     backbone, ids = source.backbone, source.ids(sample)

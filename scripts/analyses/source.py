@@ -39,11 +39,8 @@ class Source:
 
     @classmethod
     def load(cls, settings: ModelConfig | None = None, mask: str | None = None, seed: int = 7) -> Self:
-        """Load a model, a mask or both.
+        """Load a model (None: none), a mask of a file (None: none), or both.
 
-        settings: of the model; None loads no model.
-        mask: path of a mask.safetensors or of a published .pth mask; None loads no mask.
-        seed: of the samples.
         Raises FileNotFoundError or ValueError for a model or a mask that cannot be used.
         """
         choice = None if mask is None else LeanK(mask)
@@ -99,9 +96,8 @@ class Source:
         return torch.tensor([encode(tokenizer, row, self.chat).ids], device=model.device)
 
     def observe(self, ids: Tensor, queries: int = 0, room: int = 0, column_sums: bool = False) -> Prefill:
-        """The dense pass over a prompt.
+        """The dense pass over a prompt [1, T], which keeps the last queries of every layer, and leaves room behind it.
 
-        ids: [1, T]; queries: last queries that every layer keeps; room: columns to leave for tokens that follow.
         column_sums: whether layers add up the attention that each key receives.
         Raises ValueError for a prompt of fewer tokens than `queries`.
         """

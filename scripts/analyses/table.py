@@ -31,12 +31,9 @@ class Table:
     def add(
         self, measure: str, unit: str, found: ArrayLike, axes: Mapping[str, Iterable[Any]] | None = None, **at: Any
     ) -> None:
-        """Add the values of an array.
+        """Add an array of what was measured, [len of each axis]; NaN is undefined, such as a share of nothing.
 
-        measure, unit: what was measured, and in what.
-        found: numbers [len of each axis]; NaN is a value that is undefined, such as a share of nothing.
-        axes: the column of each dimension and its places; None for a single number.
-        at: columns that all of them share.
+        axes: the column of each dimension and its places; None for a single number; at: columns that all share.
         Raises ValueError for infinite values.
         """
         flat = np.asarray(found, dtype=float).ravel()

@@ -119,10 +119,7 @@ def copies_of(size: int) -> int:
 
 
 def median_us(calls: Sequence[Callable[[], object]], repeats: int = 15) -> float:
-    """Microseconds of one call, the median over replays of a CUDA graph of all calls.
-
-    calls: the same work, each on its own copy of the data. repeats: replays that count.
-    """
+    """Microseconds of one of these equal calls, the median over replays of a CUDA graph of all of them."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:

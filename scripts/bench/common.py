@@ -62,11 +62,7 @@ def llama8b(device: torch.device | str, dtype: torch.dtype = DTYPE) -> PreTraine
 
 
 def subject(shape: str) -> tuple[PreTrainedModel, Path, Sizes]:
-    """The model, LeanK's mask and the sizes of the cache.
-
-    shape: "llama8b", random weights on a GPU, or "reference", the shipped model.
-    Raises SystemExit for llama8b without a GPU.
-    """
+    """The model ("llama8b": random weights on a GPU; or "reference"), LeanK's mask and the sizes of the cache."""
     if shape == "reference":
         from leank.eval.inference.models import ModelConfig, load_model
 
@@ -250,12 +246,10 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 class Table:
-    """The rows of a CSV, which is written anew after each of them.
+    """The rows of a CSV, which is written anew after each of them; columns `keys` tell them apart.
 
     A failure is printed and noted in the row's `error`, and costs the other rows nothing. Rows of an earlier run in the
     same folder stay, so that a run that was killed goes on; those that failed are measured again.
-
-    path: the file. keys: columns that tell rows apart.
     """
 
     def __init__(self, path: Path, keys: Sequence[str]) -> None:

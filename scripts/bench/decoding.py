@@ -156,10 +156,7 @@ def generate_cases(args: argparse.Namespace, table: Table) -> None:
 
 
 def sealed(keep: Tensor, rows: int, context: int, sizes: Sizes, device: torch.device) -> tuple[Memory, int]:
-    """Seal layers of random tokens; return the bytes of the tensors and the bytes at the allocator.
-
-    keep: [L, H, D], True = kept. rows: of the batch. context: tokens of each row.
-    """
+    """Seal layers of random tokens under masks [L, H, D]; return the tensors' bytes and those at the allocator."""
     clear()
     cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated() if cuda else 0

@@ -86,8 +86,7 @@ def named(method: str) -> tuple[str, str, str] | None:
 def widened(rows: Iterable[ResultRow]) -> tuple[Wide, list[str]]:
     """Figures by sample and method, of the methods that have every sample of dense's; the labels of the others.
 
-    recall and top1 are %, kl is nats a token (NaN where it was not measured), bytes those of the cache after the
-    prompt.
+    recall and top1 are %, kl is nats a token (NaN where none was measured), bytes those of the cache after the prompt.
     Raises ValueError for rows without dense.
     """
     near = [(row, row.get("fidelity") or {"kl": None, "top1": None}) for row in rows]

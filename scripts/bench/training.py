@@ -141,7 +141,7 @@ def prefill_once(
 def measure(runs: Mapping[str, Callable[[], object]], repeats: int) -> Found:
     """Seconds of a first run and the median of `repeats` more, and on a GPU the allocator's peak in GB over those.
 
-    runs: by name; they take turns, so that a clock that changes meanwhile changes for all of them.
+    The runs take turns, so that a clock that changes meanwhile changes for all of them.
     """
     clear()
     wait()
@@ -164,8 +164,7 @@ def measure(runs: Mapping[str, Callable[[], object]], repeats: int) -> Found:
 def hours(results: Mapping[int, Found], experiment: str) -> Record | None:
     """Hours of the steps of an experiment, from seconds fitted over lengths and averaged over the lengths it draws.
 
-    results: by length. Returns None where fewer than three lengths are measured, or not the shortest and longest:
-    nothing is extrapolated.
+    Returns None with fewer than three lengths, or without the shortest and longest: nothing is extrapolated.
     """
     with initialize_config_module("leank.conf.train", version_base="1.3"):
         config = compose("train", [f"+experiment={experiment}"])

@@ -205,11 +205,7 @@ class Batches(torch.utils.data.Dataset):
     """Batch number `step` of one rank, a function of (seed, step, rank, share) alone: exact resume is a slice.
 
     Yields (ids [rows, length] int64, positions [n] int64, labels [n] int64, weights [n] float32): `positions` index the
-    flattened [rows * length] hidden states whose next token is the label.
-
-    tokens: per batch. steps: of the training. seed, rank: which batches. start: the first step.
-    longest: the longest row.
-    recipe, text: what rows are made of; the token stream of natural text.
+    flattened [rows * length] hidden states whose next token is the label. text: a token stream.
     """
 
     def __init__(

@@ -40,8 +40,6 @@ class FP8(FromSamples, Bits):
     - vLLM also stores sink and window in FP8, and may compute the products in FP8, with rounded queries and weights.
     - A prompt is attended before it is rounded.
     - Plain PyTorch reads the numbers: answers and bytes are the method's, time is not.
-
-    task, length, samples, seed: see eval.methods.common.calibrated; nothing is read with scales="one".
     """
 
     # s is 1, or is calibrated for K and for V of a layer, or for each KV head of them

@@ -33,17 +33,12 @@ class KQSVD(FromSamples, Pruning, Bits):
     no projection of keys alone, such as that of `pca`, has logits nearer to those of the samples.
 
     With G = K^T K, M = Q^T Q and the r largest eigenvectors E of G^1/2 M G^1/2, it is A = G^-1/2 E and B = G^1/2 E; so
-    samples are held as two matrices [D, D].
-
-    A and B serve all prompts, so they count as weights and not as cache.
+    samples are held as two matrices [D, D]. A and B serve all prompts, so they count as weights and not as cache.
 
     Deviations
     - The paper stores V by coordinates, too, of which W_o makes the outputs; here V stays as it is.
     - The paper gives a layer the rank that leaves a wanted error; here r is the same in all heads.
     - Plain PyTorch reads keys back as k A B^T and does not project q: answers are the method's, time is not.
-
-    Settings
-    ratio, task, length, samples, seed: see eval.methods.common.calibrated.
     """
 
     free = "ratio"

@@ -33,16 +33,12 @@ class PCA(FromSamples, Pruning, Bits):
     head has a smaller mean ||k - k U U^T||^2. A mask of channels is such a basis whose vectors are axes, so this shows
     what the choice of axes costs. `pair_energy` is the form that RoPE leaves as it is.
 
-    U takes D - floor(ratio D) times D numbers of every KV head. It serves all prompts, so it counts as weights and not
-    as cache.
+    U serves all prompts, so its D - floor(ratio D) times D numbers per KV head count as weights and not as cache.
 
     Deviations
     - Loki reads all of K and uses the coordinates to choose tokens. Eigen Attention takes its basis from queries and
       keys before RoPE, of the heads of a layer together, and compresses V as well.
     - Plain PyTorch turns the coordinates back: answers are the method's, time is not.
-
-    Settings
-    ratio, task, length, samples, seed: see eval.methods.common.calibrated.
     """
 
     free = "ratio"

@@ -95,7 +95,7 @@ class Records(RecordCodec):
     norms: Tensor  # [B, H, D]: ||q_j||
     kept: int  # channels that a token keeps
     size: int  # numbers in a record: the kept ones in order, the bits that say which, the signs of the others, m_t
-    integer: torch.dtype  # dtype: as wide as a number
+    integer: torch.dtype  # as wide as a number
     recovers: bool  # whether signs and m_t are held
 
     @property

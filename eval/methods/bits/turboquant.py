@@ -92,10 +92,7 @@ def rotation(dim: int, seed: int) -> Tensor:
 
 @functools.cache
 def centroids(bits: int) -> Tensor:
-    """The 2^bits levels [2^bits], float64, ascending, that lie nearest to a standard normal number (Lloyd and Max).
-
-    Every level is the mean of the numbers that are nearer to it than to any other.
-    """
+    """The 2^bits levels [2^bits], float64, ascending, that lie nearest to a standard normal number (Lloyd and Max)."""
     normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1)
     levels = normal.icdf((torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits)
     for _ in range(2000):
@@ -108,10 +105,7 @@ def centroids(bits: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Rotation(PageCodec):
-    """A vector's norm, and codes of the coordinates of its direction in a random orthonormal basis.
-
-    The basis is weights, the same for all prompts, and is held by no cache.
-    """
+    """A vector's norm, and codes of its direction in a random orthonormal basis, the same for all prompts."""
 
     bits: int = 4  # of a coordinate, 2, 3 or 4
     seed: int = 0  # of the random bases
@@ -122,10 +116,7 @@ class Rotation(PageCodec):
         return "the kernel reads keys channel by channel, this method stores them rotated"
 
     def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
-        """Codes, uint8 [..., d], and norms [...] of vectors x [..., d].
-
-        code_j = the nearest centroid's number to sqrt(d) (x R)_j / ||x||
-        """
+        """The nearest centroids to sqrt(d) (x R)_j / ||x||, uint8 [..., d], and ||x|| [...]."""
         dim, wide = x.shape[-1], x.to(torch.promote_types(x.dtype, torch.float32))
         norm = wide.norm(dim=-1)
         basis, levels = (t.to(wide) for t in (rotation(dim, self.seed), centroids(self.bits)))
@@ -134,10 +125,7 @@ class Rotation(PageCodec):
         return codes, norm.to(x.dtype)
 
     def decode(self, codes: Tensor, numbers: Tensor, keys: bool) -> Tensor:
-        """The vectors x̂ [..., d] = ||x|| / sqrt(d) c R^T of codes and norms, with c the codes' centroids.
-
-        norm_correction: ||c|| in place of sqrt(d).
-        """
+        """The vectors x̂ [..., d] = ||x|| / sqrt(d) c R^T, c the codes' centroids; ||c|| for sqrt(d) if corrected."""
         dim, wide = codes.shape[-1], numbers.to(torch.promote_types(numbers.dtype, torch.float32))
         basis, levels = (t.to(wide) for t in (rotation(dim, self.seed), centroids(self.bits)))
         levels = levels.sign() if dim == 1 else levels  # one coordinate is 1 or -1, and nothing like normal
