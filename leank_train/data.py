@@ -46,7 +46,6 @@ class Batch(NamedTuple):
         return self.prompts.lengths - self.answers.lengths
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """A copy with the ids on another device; `non_blocking` is that of `Tensor.to`."""
         return Batch(*(rows.to(device, non_blocking) for rows in self))
 
 
@@ -125,9 +124,7 @@ class RetrievalData(L.LightningDataModule):
         return Steps(self.backbone, self.mixture, self.documents, rank // self.together, world // self.together)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the next step."""
         return {"start": self.trainer.global_step if self.trainer else self.start}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on at the step of the checkpoint."""
         self.start = state["start"]

@@ -103,7 +103,6 @@ class EarlyStop(L.Callback):
 
     @property
     def over(self) -> bool:
-        """Whether the stage is to end."""
         if not self.looks:
             return False
         since = len(self.looks) - 1 - self.looks.index(best_look(self.looks))
@@ -135,11 +134,9 @@ class EarlyStop(L.Callback):
             trainer.should_stop = True
 
     def state_dict(self) -> dict[str, object]:
-        """The looks so far, and the best scores."""
         return {"looks": self.looks, "best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after earlier looks."""
         self.looks, self.best = [(step, loss) for step, loss in state["looks"]], state["best"]
 
     def restore(self, stage: Stage) -> None:

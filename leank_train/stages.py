@@ -251,7 +251,6 @@ class Stage1(Stage):
     path: Tensor
 
     def __init__(self, *given: Any, **more: Any) -> None:
-        """Make alpha and lambda; see `Stage`."""
         super().__init__(*given, **more)
         if self.pruning.nested:
             self.register_buffer("path", torch.zeros_like(self.alpha))  # the sum of alpha over the steps
@@ -261,7 +260,6 @@ class Stage1(Stage):
             self.lam = float(self.config.lam)
 
     def penalty(self) -> Tensor:
-        """Return lambda ||alpha||_1."""
         return self.lam * distill.l1_penalty(self.alpha, self.config.l1)
 
     def finish(self) -> None:
@@ -271,7 +269,6 @@ class Stage1(Stage):
                 self.alpha.copy_(self.path / self.config.steps)
 
     def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:
-        """Return the loss of one batch, and its lambda."""
         found = super().training_step(batch, index)
         lam = self.lam.clone() if isinstance(self.lam, Tensor) else self.alpha.new_full((), self.lam)
         self.log("stage1/lam", lam)

@@ -54,7 +54,6 @@ class PageHolder(AttentionLayerBase):
         self.kv_cache = torch.tensor([])
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        """The backend of every layer."""
         return PrunedBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
@@ -205,7 +204,6 @@ class GroupStepBuilder(AttentionMetadataBuilder[GroupStep]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> GroupStep:
-        """Make the metadata of a step."""
         common = common_attn_metadata
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         return GroupStep(
@@ -310,12 +308,10 @@ class PrunedBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[PrunedAttention]:
-        """The attention of one layer."""
         return PrunedAttention
 
     @staticmethod
     def get_builder_cls() -> type[GroupStepBuilder]:
-        """What makes the metadata of a step."""
         return GroupStepBuilder
 
     @classmethod

@@ -32,7 +32,6 @@ class RestSpec(SlidingWindowSpec):
 
     @property
     def pages(self) -> RestBlocks:
-        """The arithmetic of a request's pages."""
         return RestBlocks(self.block_size, self.hit, self.sink, self.sliding_window - 1, self.every)
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
@@ -40,7 +39,6 @@ class RestSpec(SlidingWindowSpec):
         return self.pages.most(max_in_flight_tokens, max_model_len, self.hits)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
-        """Whether all layers have this very spec."""
         return all(spec == self for spec in kv_cache_specs.values())
 
 

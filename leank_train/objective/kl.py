@@ -23,7 +23,6 @@ class KL(Objective):
     needs_head = True
 
     def distance(self, full: Tensor, scaled: Tensor, lengths: Tensor) -> Tensor:
-        """Return `kl_loss`."""
         return kl_loss(Head.of(self.model), full, scaled, lengths, self.reduction)
 
 

@@ -13,7 +13,6 @@ class L2(Objective):
     """||H_full - H_scaled||^2 (section 3.1)."""
 
     def distance(self, full: Tensor, scaled: Tensor, lengths: Tensor) -> Tensor:
-        """Return `l2_loss`."""
         return l2_loss(full, scaled, lengths, self.reduction)
 
 

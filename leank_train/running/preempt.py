@@ -108,7 +108,6 @@ class SaveOnSignal(L.Callback):
         self.signals.listen()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
-        """Save and stop if any rank has received a signal."""
         flag = torch.tensor(self.signals.received, device=module.device)
         number = int(trainer.strategy.reduce(flag, reduce_op="max"))
         if number:

@@ -52,12 +52,10 @@ class StageProgress(ProgressBar):
         self._enabled = False
 
     def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
-        """Say what the stage does, and how many steps it has."""
         if self._enabled:
             self._meter = Meter(f"{self.name}: {PHASES[self.name]}", trainer.max_steps, done=trainer.global_step)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
-        """Report the step, with loss and mean alpha."""
         if self._meter is not None:
             shown = self.get_metrics(trainer, module)
             shown.pop("v_num", None)  # the logger's name of the run

@@ -91,13 +91,11 @@ class Recorder(L.Callback):
         self.looks: list[tuple[int, float]] = []
 
     def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
-        """Start the clock."""
         self._last = time.monotonic()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: STEP_OUTPUT, batch: object, index: int
     ) -> None:
-        """Keep the step's values."""
         assert isinstance(outputs, Mapping)  # as `Stage.training_step` returns them
         values = {k: float(v.detach()) for k, v in outputs.items() if k != "loss"}  # tensors of this process
         now = time.monotonic()  # reading the values has waited for the GPU
@@ -112,14 +110,12 @@ class Recorder(L.Callback):
             self.histograms.append((step, torch.histc(alpha, BINS, 0.0, 1.0).int().tolist()))
 
     def state_dict(self) -> dict[str, object]:
-        """The record so far."""
         return {
             "steps": self.steps, "histograms": self.histograms, "times": self.times, "seconds": self.seconds,
             "peak_bytes": self.peak_bytes, "looks": self.looks,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with an earlier record."""
         self.steps, self.histograms = list(state["steps"]), [tuple(h) for h in state["histograms"]]
         self.times, self.seconds, self.peak_bytes = list(state["times"]), state["seconds"], state["peak_bytes"]
         self.looks = [tuple(look) for look in state["looks"]]

@@ -97,13 +97,10 @@ class Scaled(PageCodec):
         return (codes.view(FORMAT).to(wide(numbers)) * self.scale).to(numbers.dtype)
 
     def pages(self, head_dim: int, channels: Count, dtype: torch.dtype) -> tuple[tuple[Count, int], tuple[int, int]]:
-        """For K and for V: bytes of a page's codes, and no bytes of numbers."""
         return (channels * PAGE, 0), (head_dim * PAGE, 0)
 
     def pack(self, codes: Tensor, numbers: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
-        """Planes of whole pages."""
         return codes.flatten(-2), numbers.flatten(-2)
 
     def unpack(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> tuple[Tensor, Tensor]:
-        """Bytes [..., 64, d] and numbers [..., 64, 0]."""
         return codes.unflatten(-1, (PAGE, dim)), numbers[..., None, :].expand(*numbers.shape[:-1], PAGE, 0)

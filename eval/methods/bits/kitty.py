@@ -73,7 +73,6 @@ class Boosted(PageCodec):
 
     @property
     def group(self) -> int:  # type: ignore[override]
-        """Tokens that are encoded together."""
         return self.plain.group
 
     def number(self, channels: Count) -> Count:
@@ -97,7 +96,6 @@ class Boosted(PageCodec):
         return self.plain.restore(codes, numbers)
 
     def pages(self, head_dim: int, channels: Count, dtype: torch.dtype) -> tuple[tuple[Count, Count], tuple[int, int]]:
-        """For K and for V: bytes of a page's codes, and of its scales."""
         groups, large = PAGE // self.group, self.number(channels)
         codes = PAGE * (vector_bytes(channels, 2) + vector_bytes(large, 2)) + groups * large
         return (round_up(codes, WORD), groups * 2 * dtype.itemsize * channels), self.plain.pages(head_dim, 0, dtype)[1]

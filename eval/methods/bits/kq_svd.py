@@ -76,7 +76,6 @@ class KQSVD(FromSamples, Pruning, Bits):
         return Projected(stored[index], read[index])
 
     def packed(self, held: Held) -> float:
-        """Bytes of the middle: the coordinates of K, and V."""
         kept = held.dim - pruned(held.dim, self.ratio)
         return held.itemsize * float((held.middle * (np.minimum(held.k, kept) + held.v)).sum())
 

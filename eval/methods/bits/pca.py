@@ -61,7 +61,6 @@ class PCA(FromSamples, Pruning, Bits):
         return Coordinates(self.basis()[index])
 
     def packed(self, held: Held) -> float:
-        """Bytes of the middle: the coordinates of K, and V."""
         kept = held.dim - pruned(held.dim, self.ratio)
         return held.itemsize * float((held.middle * (np.minimum(held.k, kept) + held.v)).sum())
 

@@ -162,14 +162,11 @@ class Even(PageCodec):
     def pages(
         self, head_dim: int, channels: Channels, dtype: torch.dtype
     ) -> tuple[tuple[Channels, int], tuple[int, int]]:
-        """For K and for V: bytes of a page's codes, and of two numbers per vector."""
         (k, numbers), (v, _) = super().pages(head_dim, channels, dtype)
         return (k, 2 * numbers), (v, 2 * numbers)
 
     def pack(self, codes: Tensor, numbers: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
-        """Planes of whole pages."""
         return super().pack(codes, numbers, keys)[0], numbers.flatten(-2)
 
     def unpack(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> tuple[Tensor, Tensor]:
-        """Codes [..., 64, d] and numbers [..., 64, 2]."""
         return super().unpack(codes, numbers.unflatten(-1, (PAGE, 2)), dim, keys)
