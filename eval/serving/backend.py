@@ -173,17 +173,15 @@ class GroupStep:
         prompts = ends if asked is None else asked[:count].tolist()
         if not self.table.is_cuda:
             return Step(layout, self.starts, ends, prompts, *tables)
-        again = [i for i in range(decodes, count) if ends[i] > prompts[i]]
+        others = [
+            Step(layout, self.starts[i : i + 2], ends[i : i + 1], prompts[i : i + 1], *(t[i : i + 1] for t in tables))
+            for i in range(decodes, count) if ends[i] > prompts[i]
+        ]  # fmt: skip
         which = [i for i in range(decodes, count) if ends[i] <= prompts[i]]
         return DeviceStep(
             *(decodes, self.lengths, tables, slots),
             batches(layout, self.starts, ends, which, room, self.table.device),
-            [
-                Step(
-                    layout, self.starts[i : i + 2], ends[i : i + 1], prompts[i : i + 1], *(t[i : i + 1] for t in tables)
-                )
-                for i in again
-            ],
+            others,
         )
 
 

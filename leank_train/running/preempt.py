@@ -27,11 +27,6 @@ Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | No
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
-def same_command() -> str:
-    """Say how a run goes on whose folder is not known."""
-    return f"to go on: {again('leank_train')}"
-
-
 class Signals:
     """Listens for SIGNALS within its context.
 
@@ -40,8 +35,9 @@ class Signals:
     agreed: whether the ranks have stopped a stage because of it.
     """
 
-    def __init__(self, requeues: int = 0, kept: Callable[[], str] = same_command) -> None:
-        self.requeues, self.kept, self.received, self.agreed = requeues, kept, 0, False
+    def __init__(self, requeues: int = 0, kept: Callable[[], str] | None = None) -> None:
+        self.requeues, self.received, self.agreed = requeues, 0, False
+        self.kept = kept or (lambda: f"to go on: {again('leank_train')}")
         self._process = os.getpid()  # data workers inherit the handlers, and the signal is not for them
         self._at_once = False
         self._before: dict[signal.Signals, Handler] = {}  # handlers that `_note` replaces

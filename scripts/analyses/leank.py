@@ -67,13 +67,8 @@ def staticity(
         means[cell] = torch.stack(each).unflatten(0, (samples, -1)).mean(0).cpu()  # [L, H, D]
     for axis, cells in compared.items():
         for one, other in product(dict.fromkeys(cells), repeat=2):
-            at: dict[str, Any] = {
-                "axis": axis,
-                "task": one[0],
-                "length": one[1],
-                "other_task": other[0],
-                "other_length": other[1],
-            }
+            places = zip(("task", "length", "other_task", "other_length"), (*one, *other), strict=True)
+            at: dict[str, Any] = {"axis": axis, **dict(places)}
             a, b = means[one], means[other]
             table.add("pearson", "correlation", np.corrcoef(a.flatten(), b.flatten())[0, 1], **at)
             kept = best(a, ratio)

@@ -1,8 +1,6 @@
 """What the measurements share: shapes, caches that compete, timing on the clock and on the GPU, and tables."""
 
-import csv
 import gc
-import io
 import os
 import time
 import traceback
@@ -12,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -255,8 +254,8 @@ class Table:
     def __init__(self, path: Path, keys: Sequence[str]) -> None:
         self.path, self.keys, self.rows = path, keys, list[Record]()
         if path.is_file():
-            with path.open(newline="") as file:
-                self.rows = [dict(row) for row in csv.DictReader(file) if not row.get("error")]
+            earlier = pd.read_csv(path, dtype=str, keep_default_na=False).to_dict("records")
+            self.rows = [{str(k): v for k, v in row.items()} for row in earlier if not row.get("error")]
 
     def has(self, row: Record) -> bool:
         """Whether the row of these keys is there."""
@@ -276,12 +275,7 @@ class Table:
         self.rows.append(row)
         shown = (f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if v not in (None, ""))
         print("  ".join(shown), flush=True)
-        text = io.StringIO()
-        columns = dict.fromkeys(name for one in self.rows for name in one)
-        writer = csv.DictWriter(text, [*columns], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        write_text(self.path, text.getvalue())
+        write_text(self.path, pd.DataFrame(self.rows, dtype=object).to_csv(index=False))
         clear()
 
     def check(self) -> None:

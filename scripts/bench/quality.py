@@ -18,7 +18,6 @@ Every interval is a 95% bootstrap interval. Tables by task, of any run, are thos
 """
 
 import argparse
-import csv
 import io
 import re
 from collections import defaultdict
@@ -258,11 +257,11 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
     return out.tolist()
 
 
-def draw_recall(axes: Axes, table: Sequence[Mapping[str, str]]) -> None:
+def draw_recall(axes: Axes, table: pd.DataFrame) -> None:
     """Recall against pruning ratio: a line with its band per label, the label at its end, dense as a dashed line."""
     plain(axes)
     lines: dict[str, list[tuple[float, ...]]] = defaultdict(list)
-    for row in table:
+    for row in table.to_dict("records"):
         recall, low, high = (float(row[key]) for key in ("recall", "low", "high"))
         if row["ratio"]:
             lines[row["label"]].append((float(row["ratio"]), recall, low, high))
@@ -298,8 +297,7 @@ def picture(tables: Sequence[Path], out: Path) -> None:
     with matplotlib.rc_context(LOOK):
         figure = sheet(3.6 * len(tables), 7.2)
         for axes, file in zip(figure.subplots(len(tables), squeeze=False)[:, 0], tables, strict=True):
-            with file.open(newline="") as table:
-                draw_recall(axes, list(csv.DictReader(table)))
+            draw_recall(axes, pd.read_csv(file, dtype=str, keep_default_na=False))
             if len(tables) > 1:
                 axes.set_title(f"model={file.parent.name}", loc="left")
         write_text(out, to_svg(figure))

@@ -22,9 +22,19 @@ from leank.eval.methods.common.calibrated import FromSamples, Pruning
 from leank.eval.methods.common.observed import seen
 
 
+class LowRank(FromSamples, Pruning, Bits):
+    """Keys of D - floor(ratio D) coordinates, which calibration samples choose."""
+
+    free = "ratio"
+
+    def packed(self, held: Held) -> float:
+        kept = held.dim - pruned(held.dim, self.ratio)
+        return held.itemsize * float((held.middle * (np.minimum(held.k, kept) + held.v)).sum())
+
+
 @method("pca")
 @dataclass(frozen=True)
-class PCA(FromSamples, Pruning, Bits):
+class PCA(LowRank):
     """A key k is stored as k U and read as k U U^T.
 
       U = the D - floor(ratio D) eigenvectors of the largest eigenvalues of the mean of k^T k
@@ -40,8 +50,6 @@ class PCA(FromSamples, Pruning, Bits):
       keys before RoPE, of the heads of a layer together, and compresses V as well.
     - Plain PyTorch turns the coordinates back: answers are the method's, time is not.
     """
-
-    free = "ratio"
 
     def of_samples(self, passes: Iterator[Prefill]) -> Tensor:
         """The mean of k^T k over all tokens, [L, H, D, D], float64."""
@@ -59,10 +67,6 @@ class PCA(FromSamples, Pruning, Bits):
 
     def of_layer(self, index: int, prefill: Prefill) -> Coordinates:
         return Coordinates(self.basis()[index])
-
-    def packed(self, held: Held) -> float:
-        kept = held.dim - pruned(held.dim, self.ratio)
-        return held.itemsize * float((held.middle * (np.minimum(held.k, kept) + held.v)).sum())
 
 
 @dataclass(frozen=True)
