@@ -10,6 +10,7 @@ from typing import NamedTuple
 import lightning as L
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from leank.backbone import Backbone
 from leank.data_gen.task import HELD_OUT as HELD_OUT
@@ -26,7 +27,8 @@ class Ragged(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> Ragged:
         """Pad rows of at least one token id."""
-        return cls(pad(rows), torch.tensor([len(row) for row in rows]))
+        ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        return cls(ids, torch.tensor([len(row) for row in rows]))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Ragged:
         """A copy with the ids on another device; `non_blocking` is that of `Tensor.to`."""
@@ -66,14 +68,6 @@ def collate(backbone: Backbone, documents: Sequence[Document]) -> Batch:
             raise ValueError(f"the answer {q.target!r} to {q.question!r} has no tokens: nothing to distil")
     prompts = [q + a for q, a in zip(questions, answers, strict=True)]
     return Batch(Ragged.of(contexts), Ragged.of(prompts), Ragged.of(answers))
-
-
-def pad(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return token ids [n, longest], padded on the right with 0."""
-    out = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = torch.tensor(row)
-    return out
 
 
 class Steps(torch.utils.data.Dataset):

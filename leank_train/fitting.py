@@ -192,11 +192,7 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
                 log.info("%s ended at step %d; held-out loss %.4g at step %d", name, trainer.global_step, loss, at)
     stage.finish()
     if trainer.is_global_zero:
-        state = {
-            "of": of,
-            "alpha": stage.result.detach().cpu(),
-            "record": recorder.state_dict(),
-        }
+        state = {"of": of, "alpha": stage.result.detach().cpu(), "record": recorder.state_dict()}
         write_checkpoint(done, state)
     trainer.strategy.barrier()
     return recorder

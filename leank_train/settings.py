@@ -50,11 +50,8 @@ class DataConfig(Checked):
     questions: Positive = 4  # questions per document; they share its prefill
     documents: Annotated[int, Ge(1), Le(4096)] = 1  # documents per step and rank
     essays: str | None = None  # text of the haystacks, see data_gen.haystack; None is the text shipped with the package
-    # a text of the user's own, of the same forms, which the tasks text and quote read in place of the essays
-    text: str | None = None
-    # JSONL of the user's own prompts, for the task prompts (`data_gen.tasks.prompts.read`); the dense model's greedy
-    # replies are the answers (`leank_train.replies`)
-    prompts: str | None = None
+    text: str | None = None  # a text of the user's own, which the tasks text and quote read in place of the essays
+    prompts: str | None = None  # JSONL of the user's own prompts, for the task prompts (`leank_train.replies`)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,8 +90,7 @@ class ValidationConfig(Checked):
     batch: Positive = 1  # documents that are prefilled and decoded together
     max_new_tokens: Positive | None = None  # tokens of a reply; None means the task's own
     calibration: Samples = 8  # samples for the static norm mask
-    # documents of the tasks, and as many of natural text, for the verdict on the mask; 0 skips it
-    heldout: Annotated[int, Ge(0), Le(4096)] = 4
+    heldout: Annotated[int, Ge(0), Le(4096)] = 4  # documents of the tasks, and of text, for the verdict; 0: none
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -46,17 +46,12 @@ class StageConfig(Checked):
     schedule: Annotated[str, OneOf(*distill.SCHEDULES)] = "official"  # of the learning rate; see `distill.lr_factor`
     reduction: Annotated[str, OneOf(*distill.REDUCTIONS)] = "official"  # of the distance; see `l2.l2_loss`
     clamp: bool = True  # whether alpha stays in [0, 1]
-    # "drop" or "zero", what Eq. 1 does for a head without channels.
-    empty_heads: Annotated[str, OneOf(*EMPTY_HEADS)] = "zero"
-    # stage 1's lambda, or "auto", which steers it to the pruning ratio
-    lam: Annotated[float, Ge(0), Le(1000), "the paper has 0.06"] | Auto = 0.0
+    empty_heads: Annotated[str, OneOf(*EMPTY_HEADS)] = "zero"  # what Eq. 1 does for a head without channels
+    lam: Annotated[float, Ge(0), Le(1000), "the paper has 0.06"] | Auto = 0.0  # "auto" steers it to the pruning ratio
     l1: Annotated[str, OneOf(*distill.L1_FORMS)] = "mean"  # stage 1's penalty; see `distill.l1_penalty`
-    # stage 2's gradient; see `distill.straight_through`
-    straight_through: Annotated[str, OneOf(*distill.STRAIGHT_THROUGH)] = "binary"
-    # the distance, a name in `leank_train.objective` such as "l2" (hidden states) or "kl" (next tokens)
-    objective: Annotated[str, OneOf(*OBJECTIVES)] = "l2"
-    # looks at held-out documents in a row without a gain, after which the stage ends; 0 never looks
-    patience: Count = 0
+    straight_through: Annotated[str, OneOf(*distill.STRAIGHT_THROUGH)] = "binary"  # see `distill.straight_through`
+    objective: Annotated[str, OneOf(*OBJECTIVES)] = "l2"  # a name in `leank_train.objective`
+    patience: Count = 0  # looks at held-out documents in a row without a gain that end the stage; 0 never looks
     heldout_every: Positive = 20  # steps between two looks
     heldout_documents: Positive = 8  # held-out documents, of all ranks together
 

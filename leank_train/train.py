@@ -49,10 +49,8 @@ class Metrics(TypedDict, total=False):
     alpha_mean: float
     separation: dict[str, float]  # how far stage 1 has driven the scores apart (`Separation.metrics`)
     distillation: dict[str, float]  # stage -> distillation loss of its last step
-    # stage with early stopping -> "step" and "loss" of its best look, and the step at which it "ended"
-    heldout: dict[str, dict[str, float]]
-    # KL to dense of the mask and of those that it has to beat, and doubts (`leank_train.verdict`)
-    verdict: dict[str, object]
+    heldout: dict[str, dict[str, float]]  # stage -> "step" and "loss" of its best look, and where it "ended"
+    verdict: dict[str, object]  # KL to dense of the mask and of its rivals, and doubts (`verdict`)
     seconds: dict[str, float]  # phase -> seconds
     config: str  # fingerprint of the settings
     validation: Validation

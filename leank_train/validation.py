@@ -34,8 +34,7 @@ class Validation(TypedDict):
     """Scores of validation, %."""
 
     recall: dict[str, dict[str, float]]  # method -> task, or "average" -> score
-    # method -> the points by which the learned mask is above it (mean), and its interval (low, high)
-    leank_minus: dict[str, dict[str, float]]
+    leank_minus: dict[str, dict[str, float]]  # method -> points of the learned mask above it (mean, low, high)
     samples: dict[str, int | list[int]]  # how many were scored: "per_task_and_length", and the "lengths"
 
 

@@ -154,8 +154,7 @@ class GroupStep:
     starts: list[int]  # [R + 1], the first row of each request in the step's tokens
     lengths: Tensor  # int32 [R], positions of each request once the step is done
     known: Tensor | None  # the same on the host, exact but for speculative decoding; None = not said
-    # int [R], tokens of each prompt, None = not said, as in the dummy steps with which vLLM captures graphs
-    prompts: Tensor | None
+    prompts: Tensor | None  # int [R], tokens of each prompt, None = not said, as when vLLM captures graphs
     table: Tensor  # int32 [R, blocks], block table
     slots: Tensor  # int64 [tokens], the slots of the new positions
     step: Step | DeviceStep | None = None  # the step of both groups, once a layer has asked for it

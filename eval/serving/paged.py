@@ -262,12 +262,9 @@ class DeviceStep:
     decodes: int  # requests at the front with at most one new position; request i has row i of the step's tokens
     lengths: Tensor  # int32 [R], positions of each request once the step is done; 0 = padding
     tables: tuple[Tensor, Tensor]  # int32 [R, blocks] each, the block tables of `kept` and `rest`
-    # int64 [tokens] each, the slots of the new positions in `kept` and `rest`; a slot of the null block or below stores
-    # nothing
-    slots: tuple[Tensor, Tensor]
+    slots: tuple[Tensor, Tensor]  # int64 [tokens] each, of the new positions in `kept` and `rest`; null: not stored
     batches: Sequence[Batch] = ()  # the requests behind the first `decodes`, without those of `others`
-    # requests that compute positions again which the model had generated before, a step each
-    others: Sequence[attention.Step] = ()
+    others: Sequence[attention.Step] = ()  # requests that compute generated positions again, a step each
 
     def attend(
         self,

@@ -31,9 +31,7 @@ class RestBlocks:
     hit: int  # tokens; a prefix hit ends at a multiple of them, and so up to `hit` tokens before the end of a step
     sink: int  # sink, window: tokens kept whole
     window: int
-    # tokens; the window before each multiple of them is stored too, so that prefix hits can end there; 0 = only the
-    # ends of steps
-    every: int = 0
+    every: int = 0  # tokens; prefix hits can end at multiples of them, too; 0 = only at the ends of steps
 
     @property
     def sink_pages(self) -> int:

@@ -44,10 +44,8 @@ class Prefix:
     values: list[Tensor]
     k_positions: Tensor  # [B, P] on the host, -1 for padding
     lengths: Tensor  # [B] on the host, tokens of each document
-    # the processes that each hold a share of the P tokens; None if this one holds all
-    ranks: dist.ProcessGroup | None = None
-    # [L, H, D], what has been subtracted from all keys (`center_`); None if nothing has
-    mean_keys: Tensor | None = None
+    ranks: dist.ProcessGroup | None = None  # processes with a share of the P tokens; None: this has all
+    mean_keys: Tensor | None = None  # [L, H, D], what has been subtracted from all keys (`center_`)
 
     def center_(self, mean_keys: Tensor) -> Prefix:
         """Subtract mean_keys [L, H, D] from the keys, in place: the students of this prefix prune towards the means.
@@ -106,10 +104,7 @@ def checked_lengths(lengths: Sequence[int] | Tensor, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def prefill(
-    model: PreTrainedModel,
-    document_ids: Tensor,
-    lengths: Sequence[int] | Tensor,
-    kernel: str = "auto",
+    model: PreTrainedModel, document_ids: Tensor, lengths: Sequence[int] | Tensor, kernel: str = "auto"
 ) -> Prefix:
     """Prefill the documents with full causal attention.
 
@@ -188,7 +183,7 @@ def _positions(starts: Tensor, lengths: Tensor, ids: Tensor) -> tuple[Tensor, Te
     return positions, positions.masked_fill(steps >= lengths[:, None], -1)
 
 
-class _Keeps:
+class Keeps:
     """Keeps K and V of every layer of a pass."""
 
     def __init__(self, longest: int) -> None:
@@ -201,7 +196,7 @@ class _Keeps:
         self.values.append(v.contiguous())
 
 
-class PrefillPass(_Keeps):
+class PrefillPass(Keeps):
     """Causal attention by one of `kernels.KERNELS`, or the fastest; keeps K and V."""
 
     def __init__(self, longest: int, layers: int, kernel: str = "auto") -> None:
@@ -223,7 +218,7 @@ class PrefillPass(_Keeps):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1)
 
 
-class FullPass(_Keeps):
+class FullPass(Keeps):
     """Full attention of each branch over its document and itself; keeps K and V; positions as from `_positions`."""
 
     def __init__(self, prefix: Prefix, positions: Tensor, k_positions: Tensor) -> None:

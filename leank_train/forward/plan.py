@@ -99,8 +99,7 @@ class Piece:
     start: int  # start, stop: key indices within the part
     stop: int
     scaled: bool  # whether the rows read it with scaled queries, q * alpha (the middle), or with plain ones
-    # bool [B, 1, 1, M * n, stop - start], True where a row does not see a key; None if all rows see all keys
-    hidden: Tensor | None
+    hidden: Tensor | None  # bool [B, 1, 1, M * n, stop - start], True where a row does not see a key; None: nowhere
 
     @property
     def width(self) -> int:
@@ -157,8 +156,7 @@ class Layout:
     """The blocks of a plan, in the order in which they are read."""
 
     blocks: tuple[KeyBlock, ...]
-    # how many blocks at the front hold a rank's share of the documents; their result is merged over the ranks
-    shares: int
+    shares: int  # blocks at the front that hold a rank's share of the documents; merged over the ranks
 
     @property
     def flashes(self) -> bool:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from leank.kernels import SCORES_AT_ONCE, cudnn_forward, cudnn_pays, flash_forward, flash_takes, on_hopper
 from leank.shape import check_decoder
-from leank_train.forward.branching import Prefix, checked_lengths
+from leank_train.forward.branching import Keeps, Prefix, checked_lengths
 from leank_train.forward.fused import exp_, product
 from leank_train.forward.hook import run_decoder
 from leank_train.forward.plan import to_device
@@ -53,7 +53,7 @@ def share(tokens: int, rank: int, world: int) -> Tensor:
     return torch.cat([columns + rank * chunk, columns + (2 * world - 1 - rank) * chunk])
 
 
-class RingPass:
+class RingPass(Keeps):
     """Causal attention over the shares of all ranks; keeps this rank's K and V.
 
     Within its own share a rank attends causally. Both of its chunks see the first chunk of a rank before it. Only its
@@ -61,16 +61,14 @@ class RingPass:
     """
 
     def __init__(self, longest: int, ranks: dist.ProcessGroup, layers: int, kernel: str) -> None:
-        self.longest, self.ranks, self.layers, self.kernel = longest, ranks, layers, kernel
+        super().__init__(longest)
+        self.ranks, self.layers, self.kernel = ranks, layers, kernel
         self.rank, self.world = dist.get_rank(ranks), dist.get_world_size(ranks)
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of this rank's rows over all shares, [B, Hq, 2 c, D]."""
         held = torch.stack([k, v])  # one message; [2, B, H, 2 c, D]
-        self.keys.append(held[0])
-        self.values.append(held[1])
+        self.keep(*held)
         chunk = q.shape[2] // 2
         for step in range(self.world):
             works, coming = self._pass_on(held) if step + 1 < self.world else ([], held)

@@ -28,8 +28,7 @@ O = TypeVar("O", bound="type[Objective]")  # noqa: E741
 class Objective(ABC):
     """The distance of student and teacher that both stages minimise."""
 
-    # whether it needs the model's output head, which must then be a plain one (`leank.head.check_head`)
-    needs_head: ClassVar[bool] = False
+    needs_head: ClassVar[bool] = False  # whether it needs an output head (`leank.head.check_head`)
 
     def __init__(self, model: PreTrainedModel, reduction: str) -> None:
         """Take the frozen model and the stage's `reduction`: "official" is a mean over answer tokens, "paper" a sum."""

@@ -34,8 +34,7 @@ LIGHTNING_NOTES = (  # what Lightning says at every start, of its own use of tor
 class TrainerConfig(Checked):
     """Settings of the processes, conf/train/trainer."""
 
-    # accelerator, devices, num_nodes, strategy, precision, deterministic: arguments of lightning.Trainer
-    accelerator: str = "auto"
+    accelerator: str = "auto"  # up to `deterministic`, these are arguments of lightning.Trainer
     devices: int | str | Sequence[int] = 1
     num_nodes: Positive = 1
     strategy: str = "auto"
@@ -43,8 +42,7 @@ class TrainerConfig(Checked):
     deterministic: bool | Annotated[str, OneOf("warn")] | None = False
     sequence_parallel: Positive = 1  # ranks per context; each of them holds a share of its tokens
     shard_weights: bool = False  # whether each rank holds a share of the weights (FSDP)
-    # attention kernel of the prefill, one of `kernels.KERNELS`
-    prefill_kernel: Annotated[str, OneOf(*KERNELS)] = "auto"
+    prefill_kernel: Annotated[str, OneOf(*KERNELS)] = "auto"  # attention kernel of the prefill
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,10 +9,7 @@ from tqdm import tqdm
 
 from leank.data_gen.amount import plural
 
-PHASES = {
-    "stage1": "learns a score for every key channel",
-    "stage2": "learns which channels stay at the pruning ratio",
-}
+PHASES = {"stage1": "learns a score for every key channel", "stage2": "learns which channels stay at the pruning ratio"}
 LINE = "{desc}: {n_fmt} of {total_fmt}{unit}; {elapsed} so far, about {remaining} left{postfix}"  # in a log file
 BETWEEN_LINES = 30.0  # seconds
 

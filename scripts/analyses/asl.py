@@ -64,9 +64,7 @@ def ranks(
     return table.frame
 
 
-@analysis(
-    Panel("relative_variance", "layer", "relative variance of ranks", by=("task",), each="setting"),
-)
+@analysis(Panel("relative_variance", "layer", "relative variance of ranks", by=("task",), each="setting"))
 def relative_variance(
     source: Given,
     tasks: Names = TASKS,
@@ -105,9 +103,7 @@ def relative_variance(
     return table.frame
 
 
-@analysis(
-    Panel("whole_layers", "threshold", "layers that read all tokens", by=("task",)),
-)
+@analysis(Panel("whole_layers", "threshold", "layers that read all tokens", by=("task",)))
 def selection_layers(
     source: Given,
     tasks: Names = TASKS,

@@ -55,16 +55,13 @@ class Panel:
     """One set of axes: a heat map where `y` is set, else a line for each value of `by`."""
 
     measure: str  # whose values are drawn, the mean over all columns that are not named here
-    # x, y, by: columns
-    x: str
+    x: str  # x, y, by: columns
     label: str  # of the values
     y: str = ""
     by: Sequence[str] = ()
     each: str = ""
-    # columns and the values of the lines that count; `each`: a column that has a panel for each of its values
-    where: Mapping[str, Any] = field(default_factory=dict)
-    # first and last colour, or the ends of the y axis; None takes those of the values
-    limits: tuple[float, float] | None = None
+    where: Mapping[str, Any] = field(default_factory=dict)  # column: value, of the lines that count
+    limits: tuple[float, float] | None = None  # first and last colour, or the ends of the y axis
     log: bool = False  # whether the x axis of lines is logarithmic
 
     def tables(self, table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:

@@ -50,14 +50,8 @@ def llama8b(device: torch.device | str, dtype: torch.dtype = DTYPE) -> PreTraine
         num_key_value_heads=8, head_dim=128, max_position_embeddings=131072 + 1024,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
     )  # fmt: skip
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
-    return model.eval().requires_grad_(False)
+    with torch.device(device):
+        return LlamaForCausalLM._from_config(config, dtype=dtype).eval().requires_grad_(False)
 
 
 def subject(shape: str) -> tuple[PreTrainedModel, Path, Sizes]:

@@ -42,8 +42,7 @@ class FP8(FromSamples, Bits):
     - Plain PyTorch reads the numbers: answers and bytes are the method's, time is not.
     """
 
-    # s is 1, or is calibrated for K and for V of a layer, or for each KV head of them
-    scales: Annotated[str, OneOf("one", "tensor", "head")] = "one"
+    scales: Annotated[str, OneOf("one", "tensor", "head")] = "one"  # s is 1, or calibrated per layer or KV head
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         if self.scales != "one":

@@ -42,8 +42,7 @@ class Kitty(Bits):
     - Plain PyTorch reads the numbers: answers and bytes are the method's, time is not.
     """
 
-    # share of the channels of K that have 4 bits; the paper's larger one is 0.25
-    boosted: Annotated[float, Ge(0), Le(1)] = 0.125
+    boosted: Annotated[float, Ge(0), Le(1)] = 0.125  # share of K's channels that have 4 bits; or 0.25 in the paper
     group: Positive = 32  # numbers that share a scale and a zero point; see `kivi`
 
     def check_sizes(self, sizes: Sizes) -> None:

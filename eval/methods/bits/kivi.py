@@ -34,9 +34,7 @@ class KIVI(Bits):
     """
 
     bits: Annotated[int, OneOf(2, 4, 8)] = 2  # bits of every number of K and V
-    # numbers that share a scale and a zero point. Tokens join the middle in groups, so the cache's `flush` must be a
-    # multiple of it.
-    group: Positive = 32
+    group: Positive = 32  # numbers that share scale and zero point; the cache's `flush` must be a multiple of it
 
     def check_sizes(self, sizes: Sizes) -> None:
         if sizes.flush % self.group:

@@ -50,8 +50,7 @@ class SparK(Bits):
     free = "ratio"
     ratio: Share = 0.5  # share of K channels pruned; floor(ratio D) go of every token and head
     queries: Positive = 32  # last queries of the prompt that are observed
-    # whether pruned channels come back, or are zero; then neither signs nor m_t are held
-    recovery: Annotated[str, OneOf(*RECOVERY)] = "mean"
+    recovery: Annotated[str, OneOf(*RECOVERY)] = "mean"  # whether pruned channels come back, or are zero
 
     def width(self, dim: int, itemsize: int) -> int:
         """Numbers of `itemsize` bytes in a record."""

@@ -51,8 +51,7 @@ class TurboQuant(Bits):
     - Plain PyTorch turns the vectors back: answers and bytes are the method's, time is not.
     """
 
-    # bits of every coordinate of K, and of V unless `value_bits` says otherwise
-    bits: Annotated[int, OneOf(2, 3, 4)] = 4
+    bits: Annotated[int, OneOf(2, 3, 4)] = 4  # of every coordinate of K, and of V without `value_bits`
     seed: Seed = 0  # seed of the rotations; heads of as many channels share one
     norm_correction: bool = False  # whether vectors come back in their own length
     values: Annotated[str, OneOf("rotated", "even")] = "rotated"  # how V is stored, as K or on an even grid of its own
