@@ -22,8 +22,7 @@ from leank.cli import again, ending
 from leank.data_gen.amount import amount
 from leank.data_gen.chat import template_tokens
 from leank.data_gen.haystack import SPLITS
-from leank.data_gen.request import LONGEST, Request
-from leank.data_gen.sample import Sample
+from leank.data_gen.task import LONGEST, Request, Sample
 from leank.data_gen.tasks import TASKS, task
 from leank.data_gen.tasks.passkey import Passkey
 from leank.data_gen.tasks.text import Text
@@ -40,7 +39,7 @@ READERS = {  # options that name a file -> the tasks that read it
         for name, made in TASKS.items()
         if isinstance(made, Passkey | Text) or getattr(made, "haystack", None) == "essay"
     ],
-    "data": ["cwe", "qa_1", "qa_2"],
+    "data": ["cwe", "prompts", "qa_1", "qa_2"],
 }
 
 
@@ -57,9 +56,7 @@ def rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Iterat
 
 
 def write(samples: Iterator[Sample], out: Path) -> None:
-    """Write samples to a JSONL file, or to a `datasets.Dataset` folder if `out` is no .jsonl.
-
-    Everything is written in a folder of this process first, so that `out` is whole, or as it was before.
+    """Write samples to a JSONL file, or to a `datasets.Dataset` folder if `out` is no .jsonl: whole or not at all.
 
     Raises FileExistsError for a folder that holds something else.
     """

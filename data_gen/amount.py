@@ -1,15 +1,10 @@
 """Numbers of things in messages."""
 
-from __future__ import annotations
-
 import re
 
 
 def amount(number: int, thing: str) -> str:
-    """Return a number and what it counts, such as "1 row", "0 rows", "2 new batches".
-
-    thing: one of them; its last word gets the plural.
-    """
+    """Return a number and what it counts, such as "1 row" or "2 new batches"; thing: one of them."""
     return f"{number} {thing if number == 1 else plural(thing)}"
 
 

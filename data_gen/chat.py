@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from leank.errors import in_one_line
 
@@ -20,27 +20,8 @@ _MARK = "\x02user turn\x03"
 _NOW = re.compile(r"strftime_now\(\s*([\"'])(.*?)\1")  # how templates ask for the date
 
 
-class Asks(Protocol):
-    """What a prompt is made of: a `Sample`, or any row with these three texts."""
-
-    @property
-    def context(self) -> str:
-        """The document."""
-
-    @property
-    def question(self) -> str:
-        """The text that follows the document."""
-
-    @property
-    def answer_prefix(self) -> str:
-        """The start of the reply, which the model is given."""
-
-
 def template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """Return the text of the chat template before a user's turn, and the text from there to the reply.
-
-    Raises ValueError if the tokenizer has no chat template, or if the template fails or changes the turn.
-    """
+    """Return the chat template's text before a user's turn, and after it. Raises ValueError without one."""
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(f"tokenizer={name!r} has no chat template; set chat=False, or set its chat_template")
@@ -59,8 +40,7 @@ def template(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
     """Return the text of a conversation up to the reply.
 
-    A template that writes today's date (Llama 3.2, SmolLM3, gpt-oss) writes `DAY` here, so that a command has the same
-    prompts on any day, and a run that goes on after midnight those that it began with.
+    A template that writes today's date (Llama 3.2, SmolLM3) writes `DAY`, so that prompts are the same on any day.
     """
     own = None
     if "strftime_now" in str(tokenizer.chat_template):
@@ -71,11 +51,10 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]])
     return str(tokenizer.apply_chat_template(messages, chat_template=own, tokenize=False, add_generation_prompt=True))
 
 
-def prompt(sample: Asks, tokenizer: PreTrainedTokenizerBase, chat: bool) -> str:
-    """Return the whole text that a model reads.
+def prompt(sample: Any, tokenizer: PreTrainedTokenizerBase, chat: bool) -> str:
+    """Return the whole text of a `Sample`, or of any row with its context, question and answer_prefix.
 
-    chat: whether the tokenizer's chat template wraps it. A template writes its own special tokens, so tokenise with
-        `add_special_tokens=not chat`.
+    chat: whether the chat template wraps it; its special tokens are written: tokenise with add_special_tokens=not chat
     """
     before, after = template(tokenizer) if chat else ("", "")
     return before + sample.context + sample.question + after + sample.answer_prefix

@@ -5,8 +5,6 @@ needle   lines of needles that no question is about (RULER); the caller makes th
 essay    consecutive sentences of natural text: the shipped Wikipedia paragraphs, or the user's own files
 """
 
-from __future__ import annotations
-
 import gzip
 import random
 import re
@@ -55,10 +53,8 @@ def words(kind: str) -> tuple[str, ...]:
 def sentences(path: str | None, split: str) -> tuple[str, ...]:
     """Return the sentences of a text, in order.
 
-    path: a .txt, .txt.gz or RULER essay .json ({"text": ...}) file, a folder of .txt files, or None for the shipped
-        paragraphs.
+    path: a .txt, .txt.gz or RULER .json ({"text": ...}), a folder of .txt files, or None for the shipped paragraphs.
     split: "train", "test" (every tenth paragraph) or "all".
-
     Raises FileNotFoundError if the path does not exist, ValueError for an empty text.
     """
     parts = [split_sentences(p) for p in paragraphs(path, "all")]
@@ -98,10 +94,7 @@ def _text_words(path: str | None, split: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=8)
 def known_by(path: str | None) -> str | None:
-    """Return the digest of a text's contents, which its place does not change; None for the shipped paragraphs.
-
-    Raises FileNotFoundError or ValueError as `sentences` does.
-    """
+    """Return the digest of a text's contents; None for the shipped paragraphs. Raises as `sentences` does."""
     return None if path is None else digest(_read(path))
 
 
@@ -150,10 +143,7 @@ def filler(budget: int, counter: TokenCounter) -> Units:
 
 
 def take_essay(budget: int, counter: TokenCounter, rng: random.Random, path: str | None, split: str) -> Units:
-    """Return consecutive sentences of `budget` tokens from a random place; the last is cut at a word.
-
-    The text starts again at its end. path, split: see `sentences`.
-    """
+    """Return sentences of `budget` tokens from a random place on, in a circle; the last is cut at a word."""
     text = sentences(path, split)
     at = rng.randrange(len(text))
     out: list[str] = []

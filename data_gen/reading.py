@@ -1,7 +1,5 @@
 """Files that a user gives: their text, and their digest."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import zlib

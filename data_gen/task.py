@@ -1,4 +1,4 @@
-"""The base of all tasks: a task answers a `Request` with a `Document`, sized in one of two ways.
+"""What a task takes, a `Request`, what it yields, a `Document`, and the base of all tasks, which size it in two ways.
 
 `Task.fill` meets the requested length as closely as tokens allow (training). `Task.draw` makes a document from a number
 of whole units, and `whole_units` finds the number that RULER would take. A binary search per (task, length, seed) finds
@@ -19,14 +19,133 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+from annotated_types import Ge, Le
 
 from leank.data_gen import haystack
-from leank.data_gen.request import Draft, Request
-from leank.data_gen.sample import Document, Question
-from leank.typed import Checked
+from leank.data_gen.haystack import SPLITS
+from leank.data_gen.tokens import TokenCounter
+from leank.typed import Checked, OneOf
 
+HELD_OUT = 2**31  # the index from which on no step of training takes a document
+LONGEST = 2**24  # tokens; no model reads more, and a slip must not fill the memory
 SHORT = 4096  # tokens; below, every sample has a search of its own
 _SEARCH = -1  # the index of the draw that the search measures
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question about a document.
+
+    question: text that follows the document verbatim; it begins with its own separator.
+    answer_prefix: the start of the reply, which the model is given after the assistant header.
+    answers: the references that a scorer compares with.
+    target: the supervised answer: all references, in the order in which a model is trained to write them.
+    """
+
+    question: str
+    answer_prefix: str
+    answers: tuple[str, ...]
+    target: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row: a `Document` with one `Question`, whose fields it has.
+
+    task, seed, index, context, max_new_tokens, length: see `Document`.
+    question, answer_prefix, answers, target: see `Question`; the first two follow the context.
+    """
+
+    task: str
+    seed: int
+    index: int
+    context: str
+    question: str
+    answer_prefix: str
+    answers: tuple[str, ...]
+    target: str
+    max_new_tokens: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document with its questions.
+
+    task, seed, index: which document.
+    context: the text.
+    questions: questions about it.
+    max_new_tokens: room for a reply.
+    length: tokens of the document with its longest question, special tokens and chat template included. A document
+        filled exactly also counts that question's answer; one sized as in RULER counts max_new_tokens in its place.
+    framed: whether the texts hold the chat template already, so that nothing is to be put around them.
+    """
+
+    task: str
+    seed: int
+    index: int
+    context: str
+    questions: tuple[Question, ...]
+    max_new_tokens: int
+    length: int
+    framed: bool = False
+
+    def samples(self) -> list[Sample]:
+        """Return one flat row per question."""
+        about = {name: value for name, value in vars(self).items() if name not in ("questions", "framed")}
+        return [Sample(**about, **vars(question)) for question in self.questions]
+
+
+@dataclass(frozen=True)
+class Request(Checked):
+    """One document of a task."""
+
+    name: str  # of the task
+    length: Annotated[int, Ge(1), Le(LONGEST)]  # tokens of the whole prompt with its reply
+    counter: TokenCounter  # counts tokens with the model's tokenizer
+    seed: int  # seed, index: which document
+    index: int
+    questions: Annotated[int, Ge(1), Le(10_000)] = 1  # questions about the document; some tasks have fewer
+    # whether the text, the longest question and its answer fill `length`. Otherwise a document has whole units, and
+    # prompt + max_new_tokens stay within `length`, as in RULER.
+    exact: bool = True
+    essays: str | None = None  # essays, split: the natural text; see `haystack.sentences`
+    split: Annotated[str, OneOf(*SPLITS)] = "all"
+    data: str | None = None  # a file with the task's own data (qa_1, qa_2, cwe, prompts)
+    reserve: int = 0  # tokens of `length` to leave for a chat template; see `data_gen.chat`
+
+    @property
+    def room(self) -> int:
+        """Tokens of `length` that remain for text."""
+        return self.length - self.reserve - self.counter.special_tokens
+
+    def rng(self) -> random.Random:
+        """Return the document's own random generator."""
+        return random.Random(f"{self.name}/{self.seed}/{self.index}")
+
+    def left(self, fixed: int) -> int:
+        """Return the tokens that remain after `fixed` ones. Raises ValueError if `fixed` is more than there is."""
+        if fixed > self.room:
+            raise ValueError(
+                f"length={self.length} is too short for task {self.name!r}: without any filler it takes "
+                f"{fixed + self.length - self.room} tokens (questions={self.questions}); raise length"
+            )
+        return self.room - fixed
+
+    def tail(self, questions: Sequence[Question]) -> int:
+        """Count the tokens of the longest question with its answer."""
+        return max(self.counter.counts([q.question + q.answer_prefix + q.target for q in questions], remember=False))
+
+
+class Draft(NamedTuple):
+    """A document's text with its questions."""
+
+    context: str
+    questions: tuple[Question, ...]
+    tokens: int = 0  # tokens of the text with its longest question and answer; 0 if nobody has counted them
+    framed: bool = False  # see `Document`
 
 
 class Task(Checked, ABC):
@@ -38,18 +157,14 @@ class Task(Checked, ABC):
     max_new_tokens: int
 
     def build(self, request: Request) -> Document:
-        """Make the document.
-
-        Raises ValueError if the length is too short, FileNotFoundError if data is missing.
-        """
+        """Make the document. Raises ValueError if the length is too short, FileNotFoundError if data is missing."""
         if request.exact:
             draft = self.fill(request)
             length = draft.tokens + request.length - request.room
         else:
             draft, length = whole_units(self, request)
-        return Document(
-            request.name, request.seed, request.index, draft.context, draft.questions, self.max_new_tokens, length
-        )
+        about = (request.name, request.seed, request.index, draft.context, draft.questions)
+        return Document(*about, self.max_new_tokens, length, draft.framed)
 
     @abstractmethod
     def fill(self, request: Request) -> Draft:
@@ -57,10 +172,7 @@ class Task(Checked, ABC):
 
     @abstractmethod
     def draw(self, request: Request, units: int) -> Draft:
-        """Return a document with `units` whole units of filler.
-
-        The same request gives the same needles and questions, whatever `units` is.
-        """
+        """Return a document with so many whole units of filler, by which needles and questions do not change."""
 
     def step(self, request: Request) -> int:
         """Return the units that RULER takes away at a time from a sample that is too long; 10 where it has no rule."""
@@ -137,7 +249,6 @@ class LaidOut(Task):
         """Return the document but for its filler, drawn from `rng`."""
 
     def fill(self, request: Request) -> Draft:
-        """See `Task.fill`."""
         made, counter = self.layout(request, request.rng()), request.counter
         fixed = counter.count(made.header, remember=False) + request.tail(made.questions)
         fixed += sum(counter.pieces(made.pieces, made.separator, remember=False))
@@ -145,15 +256,12 @@ class LaidOut(Task):
         return Draft(made.text(units), made.questions, fixed + tokens)
 
     def draw(self, request: Request, units: int) -> Draft:
-        """See `Task.draw`."""
         made = self.layout(request, request.rng())
         return Draft(made.text(made.filler.make(units)), made.questions)
 
 
 def whole_units(task: Task, request: Request) -> tuple[Draft, int]:
-    """Return the document and its length, which is never above `request.length`.
-
-    The length counts the tokens of prompt, answer prefix and max_new_tokens.
+    """Return the document and its length (prompt, answer prefix, max_new_tokens), never above `request.length`.
 
     Raises ValueError if the fewest units do not fit.
     """

@@ -15,10 +15,7 @@ _BARE = {" ": ".", "\n": "\n"}
 
 
 class TokenCounter:
-    """Counts tokens with any Hugging Face tokenizer (fast or slow) and remembers the pieces that recur.
-
-    tokenizer: any tokenizer of transformers.
-    cache_size: the most pieces to remember.
+    """Counts tokens with any tokenizer of transformers and remembers the pieces that recur, at most `cache_size`.
 
     special_tokens: tokens such as BOS that the tokenizer puts around a prompt.
     fits: sizes that `data_gen.task` has found with this tokenizer.
@@ -37,10 +34,7 @@ class TokenCounter:
         return self.counts([text], remember)[0]
 
     def counts(self, texts: Sequence[str], remember: bool = True) -> list[int]:
-        """Count the tokens of each text, without special tokens.
-
-        remember: whether to keep the counts; False for texts that never recur.
-        """
+        """Count the tokens of each text, without special ones; remember: whether to keep counts, as texts may recur."""
         new = list(dict.fromkeys(t for t in texts if t not in self._cache))
         if not new:
             return [self._cache[t] for t in texts]
@@ -50,10 +44,7 @@ class TokenCounter:
         return [fresh[t] if t in fresh else self._cache[t] for t in texts]
 
     def pieces(self, texts: Sequence[str], separator: str, remember: bool = True) -> list[int]:
-        """Count the tokens that each text adds to a document, its separator included.
-
-        separator: a blank that the piece follows, or a newline for a piece on a line of its own.
-        remember: see `counts`.
+        """Count the tokens that each text adds to a document, with its separator: a blank before it, or its line's end.
 
         Pieces are counted next to the separator. Tokenizers differ in whether they join it with the text before it,
         with the text after it, or with neither, and some put a blank before every text that they are given alone.

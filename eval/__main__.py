@@ -6,8 +6,6 @@ python -m leank.eval report outputs/eval/reference_ruler think snapkv
 python -m leank.eval diff outputs/eval/reference_ruler dense leank
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys
@@ -27,12 +25,7 @@ log = logging.getLogger("eval")
 
 
 def run(config: dict[str, Any], directory: Path) -> int:
-    """Check everything, replay what is missing in `directory`, and write the report.
-
-    config: the resolved configuration.
-    directory: of the run; it may hold rows already.
-    Returns the number of new rows.
-    """
+    """Check everything, replay what is missing in `directory`, and write the report; returns the new rows' number."""
     from leank.eval.inference.models import load_model
     from leank.eval.report import write_report
     from leank.eval.rows.result_row import check_rows
@@ -67,10 +60,7 @@ def run(config: dict[str, Any], directory: Path) -> int:
 
 
 def refuse_repeated(overrides: Sequence[str]) -> None:
-    """Raise ValueError where method=[...] on the command line names a method twice; Hydra would merge the two.
-
-    overrides: as they were typed; reference/h2o and h2o have the same label.
-    """
+    """Raise ValueError where method=[...] names a label twice, as reference/h2o and h2o do; Hydra would merge them."""
     for override in overrides:
         key, _, chosen = override.partition("=")
         if key == "method" and chosen.startswith("["):

@@ -6,8 +6,6 @@ This is lm_eval's own command line, with all of its options; the model "leank" i
 are settings of conf/eval/eval.yaml (model, model.name, cache.sink, prefill_chunk, ...); method is one name.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -16,8 +14,7 @@ from typing import Any
 import torch
 
 from leank.cli import ending, launch
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import cut_at_stop
+from leank.eval.benchmarks.base import Row, cut_at_stop
 from leank.eval.inference.models import load_model
 from leank.eval.inference.prefill import extend
 from leank.eval.inference.prompts import Prompt
@@ -67,12 +64,10 @@ class CompressedLM(TemplateLM):
     ) -> None:  # fmt: skip
         """Load the model and check the settings. Raises ValueError or FileNotFoundError as python -m leank.eval does.
 
-        method: one name of conf/method.
-        batch_size: prompts that are decoded together; "auto" means 1.
-        max_batch_size: taken because lm_eval passes it, and not used.
-        device: where the model is put; None leaves it to `model.device`.
-        max_gen_toks: tokens of a reply where the task names none.
-        settings: of conf/eval/eval.yaml, by their dotted names.
+        method: one name of conf/method; settings: of conf/eval/eval.yaml, by their dotted names
+        batch_size: prompts that are decoded together; "auto" means 1. max_batch_size: lm_eval's, not used
+        device: where the model is put; None leaves it to `model.device`
+        max_gen_toks: tokens of a reply where the task names none
         """
         super().__init__()
         self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 1  # "auto": one at a time
@@ -133,10 +128,7 @@ class CompressedLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
-        """Return the ids of a text; one that begins with the BOS token (a chat template's) gets no second one.
-
-        An end-of-text token that the tokenizer puts behind every text is left out: more is still to come.
-        """
+        """Return a text's ids without the tokenizer's end-of-text, and without a second BOS before a template's own."""
         bos = self.tokenizer.bos_token
         if add_special_tokens is None:
             add_special_tokens = not (bos and string.startswith(bos))

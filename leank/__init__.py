@@ -3,8 +3,6 @@
 from leank import ChannelMask, compressed_cache
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

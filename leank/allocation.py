@@ -7,8 +7,6 @@ hull of losses over bytes are ever taken. A head begins empty. Its first move ta
 widths as have the highest gain together, because V is paid for as soon as one block is kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -20,14 +18,11 @@ from leank.precision import GROUP, KEY_BITS, ROOM, VALUE_BITS, WHOLE, Precision,
 
 
 class Move(NamedTuple):
-    """A step to a larger width: loss saved per bit, bits of a token that it costs, what becomes wider, and its width.
+    """A step to a larger width."""
 
-    unit: number of the block in its head, or -1 for V.
-    """
-
-    gain: float
-    cost: float
-    unit: int
+    gain: float  # loss saved per bit
+    cost: float  # bits of a token
+    unit: int  # what becomes wider: number of the block in its head, or -1 for V
     width: int
 
 

@@ -1,7 +1,5 @@
 """The frozen decoder that a mask is learned for: the shipped reference model, a folder, or a Hugging Face name."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from leank.data_gen.amount import amount
 from leank.data_gen.chat import template as chat_template
 from leank.data_gen.chat import template_tokens
-from leank.errors import in_one_line, out_of_memory
+from leank.errors import in_one_line, naming, out_of_memory
 from leank.model_folder import check_folder
 from leank.shape import DecoderShape, check_decoder, kv_shape
 from leank.shipped import NAMED, resolve
@@ -51,11 +49,7 @@ class ModelConfig(Checked):
 
 @dataclass(frozen=True)
 class Backbone:
-    """A frozen model and its tokenizer.
-
-    name: as in the settings.
-    before, after: the chat template's text around a prompt; empty for a base model.
-    """
+    """A frozen model and its tokenizer; before, after: the chat template around a prompt, empty for a base model."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -68,15 +62,20 @@ class Backbone:
         """The shape [L, H, D] of alpha and of a mask."""
         return kv_shape(self.model.config)
 
-    def encode_context(self, text: str) -> list[int]:
-        """Tokenise a document, together with what stands before it in a prompt."""
+    def encode_context(self, text: str, framed: bool = False) -> list[int]:
+        """Tokenise a document, together with what stands before it in a prompt; framed: that is in the text already."""
+        if framed:
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         ids = self.tokenizer(self.before + text, add_special_tokens=not self.before)["input_ids"]
         eos = self.tokenizer.eos_token_id
         return ids[:-1] if not self.before and ids and ids[-1] == eos else ids  # some tokenizers end every text with it
 
-    def encode_question(self, question: str, answer_prefix: str) -> list[int]:
-        """Tokenise what follows the document: the question, the assistant's header, the start of the reply."""
-        return self.encode(question + self.after + answer_prefix)
+    def encode_question(self, question: str, answer_prefix: str, framed: bool = False) -> list[int]:
+        """Tokenise what follows the document: the question, the assistant's header, the start of the reply.
+
+        framed: whether the question holds the header already.
+        """
+        return self.encode(question + ("" if framed else self.after) + answer_prefix)
 
     def encode(self, text: str) -> list[int]:
         """Tokenise a piece in the middle of a prompt: SentencePiece would put a blank before it if it stood alone."""
@@ -98,18 +97,13 @@ def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
 
 
 def load_config(name: str, overrides: Mapping[str, object] | None = None) -> PreTrainedConfig:
-    """Load the model's config, without weights.
+    """Load the model's config, without weights; name, overrides: see `ModelConfig`.
 
-    name, overrides: see `ModelConfig`.
-
-    Raises FileNotFoundError if there is no config, ValueError for a folder with damaged files, BadConfig for an
-    override that does not fit.
+    Raises FileNotFoundError without one, ValueError for a folder with damaged files, BadConfig for a wrong override.
     """
     if name not in NAMED and os.path.isdir(name):
-        try:
+        with naming(f"model.name={name!r}"):
             check_folder(Path(name))
-        except ValueError as error:
-            raise ValueError(f"model.name={name!r}: {error}") from None
     folder = resolve(name)
     try:
         config = AutoConfig.from_pretrained(folder)
@@ -184,12 +178,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def torch_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Return the type of weights that a setting means on a device.
-
-    dtype: one of `DTYPES`.
-
-    Raises ValueError for any other.
-    """
+    """Return the type of weights that one of `DTYPES` means on a device. Raises ValueError for any other."""
     if dtype not in DTYPES:
         raise ValueError(f"model.dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
     return getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if dtype == "auto" else dtype)
@@ -203,12 +192,9 @@ def load(
     overrides: Mapping[str, object] | None = None,
     attention: str = "sdpa",
 ) -> Backbone:
-    """Load and freeze a decoder.
+    """Load and freeze a decoder; name, dtype, chat, overrides: see `ModelConfig`.
 
-    name, dtype, chat, overrides: see `ModelConfig`.
-    device: where the weights go.
     attention: the model's attention function, as transformers names it.
-
     Raises FileNotFoundError if weights or tokenizer are missing, ValueError for a model that cannot be pruned, or whose
     files do not hold every weight, or hold weights that are not finite.
     """
@@ -223,10 +209,8 @@ def load(
             f"model.name={name!r} has embeddings of {rows} tokens, and its tokenizer knows {known}: it is another "
             "model's; copy the right tokenizer files"
         )
-    try:
+    with naming(f"model.name={name!r} cannot be used"):
         check_decoder(model)
-    except ValueError as error:
-        raise ValueError(f"model.name={name!r} cannot be used: {error}") from None
     model.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to without its types
     _check_numbers(name, model)
     model.eval().requires_grad_(False)
@@ -238,7 +222,6 @@ def load(
 def _weights(
     name: str, config: PreTrainedConfig, dtype: torch.dtype, attention: str, overrides: Mapping[str, object]
 ) -> PreTrainedModel:
-    """Load the weights, all of which the files must hold; see `load`."""
     try:
         loaded: object = AutoModelForCausalLM.from_pretrained(
             resolve(name), config=config, dtype=dtype, attn_implementation=attention,
@@ -279,7 +262,6 @@ def _check_numbers(name: str, model: PreTrainedModel) -> None:
 
 
 def _missing(name: str, error: Exception) -> str:
-    """Say why a model could not be loaded, and what to do."""
     where = "the folder does not hold a complete model" if os.path.isdir(name) else "no such folder, and no hub copy"
     short = str(error).splitlines()[0][:200]
     return (
@@ -289,12 +271,10 @@ def _missing(name: str, error: Exception) -> str:
 
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of the tensors that hold NaN or infinity, in order.
+    """Return the names of the (name, tensor) pairs whose tensors hold NaN or infinity, in order.
 
     Each tensor is read once where it lies, for its smallest and its largest number, which are NaN if any number is.
     No copy is made. Types of one byte, which few operations take, are passed over.
-
-    tensors: (name, tensor), of any shape, type and device.
     """
     read = [(n, x.detach()) for n, x in tensors if x.is_floating_point() and x.element_size() > 1 and x.numel()]
     return [name for name, x in read if not torch.stack(torch.aminmax(x)).isfinite().all()]

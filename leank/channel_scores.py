@@ -22,13 +22,10 @@ GROUPS = ("squares", "norms")
 
 
 def lowest_frequencies(config: PreTrainedConfig, ratio: float) -> ChannelMask:
-    """Keep the RoPE pairs of the lowest frequencies, equally many in every head.
+    """Keep the RoPE pairs of the lowest frequencies, equally many in every head; ratio: to prune, in [0, 1).
 
     Pair p of D / 2 has the frequency theta^(-2p / D); `rotary_pairs` says which two channels it rotates. If the number
     of channels to prune is odd, one channel more is pruned.
-
-    ratio: share of channels to prune, in [0, 1).
-
     Raises ValueError for a model that rotates only part of a head, or a ratio out of range.
     """
     pairs, shape = rotary_pairs(config), kv_shape(config)
@@ -91,9 +88,7 @@ def query_key_scores(queries: Tensor, key_squares: Tensor, group: str) -> Tensor
 
 
 def pruned(channels: int, ratio: float) -> int:
-    """Return how many channels of a head are pruned: floor(ratio * channels), 44 of 64 and 89 of 128 at 0.7.
-
-    ThinK's code and IAP's Algorithm 1 round down, too.
+    """Return how many channels of a head are pruned: floor(ratio * channels), as in ThinK's code; 89 of 128 at 0.7.
 
     Raises ValueError for a ratio outside [0, 1).
     """
@@ -108,10 +103,7 @@ def best(scores: Tensor, ratio: float) -> Tensor:
 
 
 def top(scores: Tensor, count: int | Tensor) -> Tensor:
-    """Mark the `count` largest of each row; bool like scores [..., D].
-
-    count: one number, or one per row as [..., 1]. Of equal scores the lower index comes first.
-    """
+    """Mark the `count` (one number or [..., 1]) largest of each row [..., D]; of equal ones the lower index."""
     return scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1) < count
 
 

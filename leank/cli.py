@@ -4,8 +4,6 @@ What stops a command is one line on standard error: a setting, a file, a signal,
 refused leaves no folder.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -42,12 +40,10 @@ SHOWING = {"-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info"}  # opt
 
 
 def refuse(arguments: list[str], own: str) -> None:
-    """Exit with one line for arguments that Hydra would take, and that cannot be meant.
+    """Exit with one line for arguments that Hydra would take, and that cannot be meant; own: "train" or "eval".
 
     These are an experiment of the other command, a sweep over experiments, whose runs would share a folder, and jobs of
     Slurm where there is no sweep or no Slurm.
-
-    own: "train" or "eval".
     """
     (other,) = COMMANDS.keys() - {own}
     name = COMMANDS[own].removeprefix("leank.")
@@ -75,10 +71,7 @@ def refuse(arguments: list[str], own: str) -> None:
 
 
 def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
-    """Call a `hydra.main`.
-
-    command: how the user calls it; the line begins with it.
-    hint: ends the line.
+    """Call a `hydra.main`; a refusal begins with `command`, as the user calls it, and ends with `hint`.
 
     Raises SystemExit with one line for a command line that Hydra cannot read or compose.
     """
@@ -132,7 +125,6 @@ def _meant(error: Exception) -> str | None:
 
 
 def _options(group: str) -> list[str]:
-    """Return the names of the configurations in a group."""
     names = [file.name for root in ("train", "eval", "shared") for file in (CONF / root / group).glob("*.yaml")]
     store = ConfigStore.instance()  # of what is no file of its own, such as methods
     names += store.list(group) if store.get_type(group) == ObjectType.GROUP else []
@@ -161,10 +153,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def again(command: str) -> str:
-    """Return the command line of this process, so that the user can give it again.
-
-    command: the module of `python -m`; an installed program such as leank-eval is called by its own name.
-    """
+    """Return the command line of this process, to be given again; command: the module of `python -m`."""
     program = Path(sys.argv[0]).name
     start = program if program.startswith("leank-") else f"python -m {command}"
     return f"{start} {shlex.join(sys.argv[1:])}".rstrip()
@@ -182,7 +171,6 @@ def ending(command: str, kept: Callable[[], str] | None = None) -> Iterator[None
 
     command: how the user calls it, such as "eval"; the line begins with it.
     kept: says what is saved and how to go on; None says to give the same command again.
-
     Raises SystemExit: with 130 after Ctrl-C, 143 after SIGTERM, 141 without a word where what reads the output of
     a command that keeps nothing has gone, 1 where memory, a disk or a permission is lacking, and
     with the line itself (which gives 1) after a ValueError; nothing is kept of a run that is refused.

@@ -1,6 +1,7 @@
-"""What an error says: its message in one line, and whether memory is used up."""
+"""What an error says: its message in one line or behind a name, and whether memory is used up."""
 
-from __future__ import annotations
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 NO_MEMORY = (
     "can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
@@ -11,6 +12,15 @@ NO_MEMORY = (
 def in_one_line(text: str) -> str:
     """Join the lines of a message."""
     return " ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+@contextmanager
+def naming(what: object) -> Iterator[None]:
+    """Put `what`, such as a setting, before what a ValueError says."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -19,12 +19,10 @@ BEGINNING = 50  # characters of a file's name in that of its temporary file, whi
 
 
 def name_of(text: str, longest: int = 100) -> str:
-    """Return the part of a file's name that stands for a text which a user chose, such as a label.
+    """Return a part of a file's name for a text which a user chose, such as a label.
 
     Other characters than ASCII letters, digits, "_", "." and "-" become "-". A name that lost something ends in eight
-    digits of the text's SHA-256, so that two texts never have the same one.
-
-    longest: characters of the name without these digits.
+    digits of the text's SHA-256, so that two texts never have the same one. longest: characters without these digits.
     """
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", text)[:longest].strip("-.")
     digits = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:8]
@@ -32,10 +30,7 @@ def name_of(text: str, longest: int = 100) -> str:
 
 
 def write_bytes(path: str | os.PathLike, content: bytes) -> None:
-    """Write to a temporary file in the target's folder, then rename it; folders are made as needed.
-
-    Raises OSError naming the target.
-    """
+    """Write to a temporary file in the target's folder, then rename it. Raises OSError naming the target."""
     target = Path(path)
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
@@ -66,10 +61,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_partial(folder: Path, age: float = 0.0) -> None:
-    """Remove the temporary files that killed runs left in a folder and below it.
-
-    age: seconds; younger files stay, because another process may be writing them.
-    """
+    """Remove temporary files of killed runs below a folder; age: seconds, younger ones may be in use."""
     for file in folder.rglob(".*"):
         if PARTIAL.fullmatch(file.name) and file.is_file() and time.time() - file.stat().st_mtime >= age:
             file.unlink(missing_ok=True)
@@ -93,13 +85,9 @@ class Lock:
     """
 
     def __init__(self, path: str | os.PathLike, busy: str, patience: float = 0.0) -> None:
-        """Create the file if needed, and lock it.
+        """Create the file if needed, and lock it; on a file system without locks it warns and locks nothing.
 
-        Warns, and locks nothing, on a file system without locks.
-
-        busy: the message for a file that another process holds.
-        patience: seconds to wait for that process to end.
-
+        busy: the message for a file that another process holds; patience: seconds to wait for it.
         Raises BlockingIOError(busy).
         """
         deadline = time.monotonic() + patience

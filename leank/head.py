@@ -20,18 +20,12 @@ FLOAT16_FACTOR = 4096.0
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """The output head of a decoder: logits = cap * tanh(z / cap) with z = multiplier * (W h + b).
+    """The output head of a decoder: logits = cap * tanh(z / cap) with z = multiplier * (W h + b)."""
 
-    weight: W [vocabulary, hidden], on the device of the hidden states.
-    bias: b [vocabulary], or None.
-    multiplier: factor of the logits (1 / logits_scaling of Granite, logit_scale of Cohere).
-    cap: final_logit_softcapping of Gemma 2, or None.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
-    multiplier: float = 1.0
-    cap: float | None = None
+    weight: Tensor  # W [vocabulary, hidden], on the device of the hidden states
+    bias: Tensor | None = None  # b [vocabulary], or None
+    multiplier: float = 1.0  # factor of the logits (1 / logits_scaling of Granite, logit_scale of Cohere)
+    cap: float | None = None  # final_logit_softcapping of Gemma 2, or None
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head:
@@ -51,10 +45,7 @@ class Head:
         return z if self.cap is None else self.cap * torch.tanh(z / self.cap)
 
     def pull_back(self, d_logits: Tensor, logits: Tensor) -> Tensor:
-        """Return the gradient of hidden states [rows, hidden].
-
-        d_logits, logits: [rows, vocabulary], gradient and values of the logits.
-        """
+        """Return the gradient of hidden states [rows, hidden]; d_logits, logits: [rows, vocabulary]."""
         if self.cap is not None:
             d_logits = d_logits * (1 - (logits / self.cap).square())
         factor = FLOAT16_FACTOR if self.weight.dtype == torch.float16 else 1.0  # most words' gradients are tiny
@@ -62,10 +53,7 @@ class Head:
 
 
 def check_head(model: PreTrainedModel) -> None:
-    """Raise ValueError if `Head` gives other logits than the model itself.
-
-    The model's own forward pass runs on two given hidden states, one of them large, instead of its decoder's.
-    """
+    """Raise ValueError if `Head` gives other logits than the model for two given hidden states, one of them large."""
     head, config = Head.of(model), model.config
     device = head.weight.device
     generator = torch.Generator().manual_seed(0)

@@ -8,8 +8,6 @@ A repository holds mask.safetensors, a card (README.md) made of the mask's metad
 which decodes from a cache that the mask prunes. Only that last call runs code from the hub; reading a mask runs none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -39,7 +37,6 @@ def download(name: str, revision: str | None = None) -> Path:
 
     name: "org/name", with or without "hf://", and "@revision" at its end.
     revision: branch, tag or commit; the default branch if nothing names one.
-
     Raises FileNotFoundError that says why there is none.
     """
     from huggingface_hub import hf_hub_download  # after --help: a second to import
@@ -57,11 +54,8 @@ def download(name: str, revision: str | None = None) -> Path:
 def write_folder(folder: Path, metadata: Mapping[str, object], facts: Mapping[str, object], source: str | None) -> None:
     """Write what stands beside a mask in its repository: the card and custom_generate/.
 
-    folder: holds the mask.
-    metadata: of the mask.
-    facts: shape, kept channels and doubts of the mask, for the card.
+    metadata, facts: of the mask, for the card.
     source: what generate.py reads the mask from, as `compressed_cache` takes it; None lets its caller give it.
-
     Raises ValueError for a source that no repository can have as its name: the card has code with it.
     """
     from huggingface_hub.utils import validate_repo_id
@@ -80,10 +74,7 @@ def write_folder(folder: Path, metadata: Mapping[str, object], facts: Mapping[st
 
 
 def upload(folder: Path, repo: str, private: bool | None, message: str, revision: str | None) -> str:
-    """Put a folder into a repository of the hub, which is made if it is not there. Returns the commit's address.
-
-    Raises ValueError that says why the hub takes it not.
-    """
+    """Put a folder into a repository, made if needed; returns the commit's address. Raises ValueError with why."""
     from huggingface_hub import HfApi
 
     api = HfApi(library_name="leank")

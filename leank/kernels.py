@@ -1,7 +1,5 @@
 """The library's attention kernels: which of them a call should use, and the flash kernel with its log-sum-exp."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -27,8 +25,7 @@ CUDNN_FROM = 42e12  # FLOPs of all calls that use one plan
 def cudnn_pays(q: Tensor, keys: int, calls: int, causal: bool = True) -> bool:
     """Whether cuDNN's kernel saves more time than its plan costs.
 
-    q: [B, Hq, n, D], of which only the shape is read.
-    keys: number of keys T >= n of each row.
+    q: [B, Hq, n, D], of which only the shape is read; keys: number of keys T >= n of each row.
     calls: number of calls of this shape that use the same plan.
     causal: the queries are the last n tokens, each of which sees the keys up to its own; otherwise all see all keys.
     """
@@ -42,12 +39,11 @@ def on_hopper(q: Tensor) -> bool:
 
 
 def kernel_order(kernel: str, q: Tensor, layers: int) -> list[SDPBackend]:
-    """Order in which SDPA tries its backends for a prefill; empty for the library's own order.
+    """Order in which SDPA tries its backends for a prefill in `layers` layers; empty for the library's own order.
 
     kernel: one of `KERNELS` but flash_attn. A named backend comes first and the others follow. auto takes cuDNN or
         flash first on Hopper, whichever is faster (`cudnn_pays`), and the library's own order on other devices.
     q: [B, Hq, T, D], of which the shape and the device are read.
-    layers: number of layers that make this call.
     """
     if kernel == "auto":
         if not on_hopper(q):
@@ -71,18 +67,13 @@ def flash_takes(q: Tensor) -> bool:
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False
 ) -> tuple[Tensor, Tensor, tuple[object, ...]]:
-    """Attention by the library's flash kernel, with the log-sum-exp.
-
-    F.scaled_dot_product_attention does not return the log-sum-exp. For few rows the kernel splits the keys among the
-    GPU's processors by itself.
+    """Attention by the library's flash kernel, with the log-sum-exp, which SDPA does not return.
 
     q: [B, Hq, n, D].
-    k, v: [B, H, T, D] with any strides. On a CPU, H must be Hq.
+    k, v: [B, H, T, D] with any strides. On a CPU, H must be Hq. Few rows split the keys among the GPU's processors.
     scale: factor of the logits.
     causal: the last query sees every key, and each one before it a key less; on a CPU, n must then be T.
-
-    Returns out [B, Hq, n, D] in q's type, lse [B, Hq, n] in float32 (float64 for float64 inputs), and the state that
-    `flash_backward` needs.
+    Returns out [B, Hq, n, D] in q's type, lse [B, Hq, n] in float32 or wider, and what `flash_backward` needs.
     """
     if not q.is_cuda:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, causal, scale=scale)
@@ -94,11 +85,9 @@ def flash_forward(
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = True) -> tuple[Tensor, Tensor]:
     """Attention by cuDNN, with the log-sum-exp; by the library's flash kernel where cuDNN cannot run.
 
-    q: [B, Hq, n, D].
-    k, v: [B, H, T, D] with any strides.
+    q: [B, Hq, n, D]; k, v: [B, H, T, D] with any strides.
     scale: factor of the logits.
     causal: query i sees the keys up to i, and n = T; otherwise every query sees all keys.
-
     Returns out [B, Hq, n, D] in q's type, and lse [B, Hq, n] in float32.
     """
     gqa = q.shape[1] != k.shape[1]

@@ -24,6 +24,7 @@ from typing_extensions import TypedDict
 
 from leank import hub
 from leank.data_gen.amount import amount
+from leank.errors import naming
 from leank.precision import Precision
 from leank.shape import architecture, kv_shape
 from leank.tensor_files import DamagedFile, read_checkpoint, read_tensors, write_tensors
@@ -130,10 +131,7 @@ class ChannelMask:
         return float(numbers) / (2 * self.keep.numel())
 
     def refuse_precision(self, what: str) -> None:
-        """Raise ValueError if the mask has bits per channel, which `what`, the subject of the sentence, cannot store.
-
-        Whoever reads `keep` alone calls this, because kept channels in 16 bits would be another cache than learned.
-        """
+        """Raise ValueError if the mask has bits per channel, which `what`, a reader of `keep` alone, cannot store."""
         if self.precision is not None:
             raise ValueError(
                 f"{what} stores kept channels in the model's dtype, and this mask has bits per channel; use it in "
@@ -192,10 +190,7 @@ class ChannelMask:
 
     @classmethod
     def from_official(cls, path: str | os.PathLike) -> ChannelMask:
-        """Read a mask published with LeanK: a .pth tensor [L, H, D] of zeros and ones.
-
-        Raises ValueError for any other file.
-        """
+        """Read a published mask, a .pth tensor [L, H, D] of zeros and ones. Raises ValueError for any other file."""
         try:
             values = read_checkpoint(path, "copy it again")
         except DamagedFile as error:
@@ -216,13 +211,10 @@ class ChannelMask:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> ChannelMask:
-        """Read what `save` wrote, or a published .pth mask (`from_official`); no code in them is run.
+        """Read what `save` wrote, or a published .pth (`from_official`); no code in them is run. Warns of `doubts`.
 
         path: the file, or the folder of the training run that left it there as mask.safetensors, or hf://org/name of a
             mask on the hub.
-
-        Warns of `doubts`.
-
         Raises FileNotFoundError if there is no file, ValueError if it is damaged or of another form.
         """
         path = mask_file(path)
@@ -232,20 +224,16 @@ class ChannelMask:
             tensors, metadata = _read(path)
         except DamagedFile as error:
             raise ValueError(f"mask={error}") from error
-        try:
+        with naming(f"mask={path}"):
             precision = Precision(*(tensors[name] for name in BITS)) if BITS[0] in tensors else None
             return cls(tensors["keep"], metadata, tensors.get("mean_keys"), precision)._doubted(path)
-        except ValueError as error:
-            raise ValueError(f"mask={path}: {error}") from error
 
     @classmethod
     def from_pretrained(cls, name: str | os.PathLike, revision: str | None = None) -> ChannelMask:
-        """Read a mask from the hub, or from a folder that `save_pretrained` wrote.
+        """Read a mask from the hub, or from a folder that `save_pretrained` wrote; raises what `load` raises.
 
         name: a folder, or "org/name" on the hub; "hf://org/name@revision" is taken as well.
         revision: branch, tag or commit on the hub; its default branch by default.
-
-        Raises what `load` raises.
         """
         return cls.load(name if Path(name).is_dir() else hub.download(str(name), revision))
 
@@ -280,9 +268,7 @@ class ChannelMask:
         repo: "org/name"; it is made if it is not there.
         private: of a new repository; the organisation's default by default.
         revision: a branch; the default branch by default.
-        message: of the commit.
-        licence: see `save_pretrained`.
-
+        message: of the commit; licence: see `save_pretrained`.
         Raises ValueError that says why the hub takes it not.
         """
         with tempfile.TemporaryDirectory() as folder:
@@ -334,10 +320,7 @@ class ChannelMask:
 
 
 def mask_file(path: str | os.PathLike) -> Path:
-    """Return the file that a path of a mask means: in the folder of a training run, its mask.safetensors.
-
-    Raises FileNotFoundError that says what is missing.
-    """
+    """Return the file that a path of a mask means, a run's mask.safetensors in its folder. Raises FileNotFoundError."""
     if str(path).startswith(hub.PREFIX):
         return hub.download(str(path))
     path = Path(path)
@@ -363,15 +346,11 @@ def _count_best(scores: Tensor, budget: int) -> Tensor:
 
 
 def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str, name: str = "ratio") -> None:
-    """Raise ValueError that names the setting for a ratio that no scores can meet.
+    """Raise ValueError that names the setting for a ratio that no scores [L, H, D] can meet; name: of the setting.
 
     Such a ratio leaves every head empty, or prunes nothing although it is above 0: a result would carry a ratio that
     its mask does not have. Other ratios are met as well as blocks of `align` channels allow (`ChannelMask.doubts`).
-    With rounding=official it depends on the scores.
-
-    shape: [L, H, D] of the scores.
-    ratio, align, rounding: see `ChannelMask.from_scores`.
-    name: of the setting that has the ratio.
+    With rounding=official it depends on the scores. ratio, align, rounding: see `ChannelMask.from_scores`.
     """
     total, dim = math.prod(shape), shape[-1]
     if not 0 <= ratio < 1:
@@ -397,7 +376,6 @@ def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str, n
 
 
 def _read(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """Return the tensors and the metadata of a file that ChannelMask.save wrote."""
     cure = "copy it again, or train again"
     tensors, header = read_tensors(path, {"keep"}, cure, {"format", "metadata"}, {"mean_keys", *BITS})
     if header.get("format") not in (FORMAT, LAYOUT_FORMAT):

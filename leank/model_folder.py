@@ -1,7 +1,5 @@
 """A folder with a model: a digest of its contents, and whether its files are whole. No weights are loaded."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
@@ -34,10 +32,7 @@ def folder_digest(folder: Path) -> str:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ValueError, naming the file, for JSON that is cut or no object and for safetensors that are cut.
-
-    Transformers ignores a damaged generation_config.json without a word, and loses its end-of-text ids.
-    """
+    """Raise ValueError, naming the file, for damaged JSON, which transformers ignores, or safetensors."""
     for _, file in _files(folder):
         try:
             if file.suffix == ".json" and not isinstance(json.loads(read_text(file)), dict):

@@ -8,8 +8,6 @@ and half a bit more of code makes it half. A band has room for a multiple of `RO
 words. A band of 16 bits holds the numbers as they are.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -53,10 +51,7 @@ class Precision:
         return self.key_bits > 0
 
     def token_bytes(self, itemsize: int = 2) -> tuple[Tensor, Tensor]:
-        """Bytes of a middle token's K and V in every head, float64 [L, H] each: codes, scales, zero points and room.
-
-        itemsize: bytes of a number in the model's dtype.
-        """
+        """Bytes of a middle token's K and V in every head, scales and room counted, float64 [L, H] each."""
         k = torch.zeros(self.value_bits.shape, dtype=torch.float64)
         for bits in KEY_BITS[1:]:
             room = -(-(self.key_bits == bits).sum(-1) // ROOM) * ROOM

@@ -1,7 +1,5 @@
 """Classes and functions that register themselves by a decorator, found by importing every file of their folder."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 

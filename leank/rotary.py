@@ -20,10 +20,7 @@ INTERLEAVED = frozenset(
 
 
 def rotary_pairs(config: PreTrainedConfig) -> Tensor:
-    """Return the number of the pair that rotates each channel, int64 [L, D]; -1 for channels that RoPE leaves alone.
-
-    Pair p of a rotated width W has the frequency theta^(-2p / W), so pair 0 has the highest.
-    """
+    """Return the pair that rotates each channel, int64 [L, D], -1 = none; pair 0 has the highest frequency."""
     layers, _, dim = kv_shape(config)
     interleaved = config.model_type in INTERLEAVED
     rows = []
@@ -50,10 +47,6 @@ def rotates_halves(config: PreTrainedConfig) -> bool:
 
 
 def mean_by_pair(values: Tensor, pairs: Tensor) -> Tensor:
-    """Return the mean over the channels of each pair and over heads, [L, pairs]; NaN for a pair that a layer lacks.
-
-    values: [L, H, D].
-    pairs: [L, D] of `rotary_pairs`.
-    """
+    """Return the mean of values [L, H, D] over heads and each pair's channels, [L, pairs]; NaN where one lacks."""
     member = (pairs[..., None] == torch.arange(int(pairs.max()) + 1)).to(torch.float64)  # [L, D, pairs]
     return torch.einsum("ld,ldp->lp", values.double().mean(1), member) / member.sum(1)

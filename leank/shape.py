@@ -26,24 +26,15 @@ BEYOND = {  # model types that hold or read their keys in a way of their own, wh
 
 
 class DecoderShape(NamedTuple):
-    """The shape [L, H, D] of alpha and of a mask.
+    """The shape [L, H, D] of alpha and of a mask."""
 
-    layers: L, decoder layers.
-    kv_heads: H, KV heads per layer.
-    head_dim: D, channels of a key.
-    """
-
-    layers: int
-    kv_heads: int
-    head_dim: int
+    layers: int  # L, decoder layers
+    kv_heads: int  # H, KV heads per layer
+    head_dim: int  # D, channels of a key
 
 
 def kv_shape(config: PreTrainedConfig) -> DecoderShape:
-    """Return the shape of a decoder with this config.
-
-    Raises ValueError if the config does not name its KV heads, if layers, or keys and values, differ in width, or if
-    the model holds or reads its keys in a way of its own.
-    """
+    """Return the shape of a decoder with this config. Raises ValueError, naming why, for one that no mask can be of."""
     kind = getattr(config, "model_type", "unknown")
     if kind in BEYOND:
         raise ValueError(f"model={kind} {BEYOND[kind]}; choose another model")

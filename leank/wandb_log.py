@@ -58,10 +58,7 @@ class LoggerConfig(Checked):
 
 
 def make_logger(config: LoggerConfig, folder: Path, job_type: str | None = None) -> WandbLogger | None:
-    """Lightning's logger of a run in `folder`, or None for kind "none"; offline, it prints how to look at the run.
-
-    job_type: what W&B calls the kind of the run.
-    """
+    """Lightning's logger of a run in `folder`, None for kind "none"; job_type: W&B's kind of the run."""
     if config.kind == "none":
         return None
     from lightning.pytorch.loggers import WandbLogger
@@ -108,10 +105,7 @@ def model_artifact(name: str) -> wandb.Artifact:
 
 
 def mask_artifact(path: Path, mask: ChannelMask) -> wandb.Artifact:
-    """An artifact that holds the file of a mask, named after its training config or, without one, its channels.
-
-    Training logs the artifact and an evaluation uses it. The bytes are the same, so the server has it once.
-    """
+    """An artifact with the file of a mask, named after its training config or its channels: equal bytes are one."""
     import wandb
 
     path = mask_file(path)
@@ -138,12 +132,9 @@ def log_results(
     mask: ChannelMask,
     out: Path,
 ) -> None:
-    """Log the results of a finished training run, and end its W&B run; does nothing for another logger.
+    """Log a finished training run, and end its W&B run; does nothing for another logger.
 
-    metrics: those of metrics.json.
-    figures: name -> PNG.
-    model: name of the model.
-    config: of the run, resolved.
+    metrics: those of metrics.json; figures: name -> PNG; config: of the run, resolved.
     mask: the learned one, stored in `out` as mask.safetensors.
     """
     experiment = getattr(logger, "experiment", None)

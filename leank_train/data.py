@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from leank.backbone import Backbone
-from leank.data_gen.sample import Document
+from leank.data_gen.task import HELD_OUT as HELD_OUT
+from leank.data_gen.task import Document
 from leank.data_gen.tasks import Mixture
-
-HELD_OUT = 2**31  # the first step that no training reaches
 
 
 class Ragged(NamedTuple):
@@ -68,11 +67,11 @@ def collate(backbone: Backbone, documents: Sequence[Document]) -> Batch:
     counts = {len(d.questions) for d in documents}
     if len(counts) != 1:
         raise ValueError(f"documents of one batch have {sorted(counts)} questions; mix tasks with the same number")
-    contexts = [backbone.encode_context(d.context) for d in documents]
-    asked = [q for d in documents for q in d.questions]
-    questions = [backbone.encode_question(q.question, q.answer_prefix) for q in asked]
-    answers = [backbone.encode(q.target) for q in asked]
-    for q, a in zip(asked, answers, strict=True):
+    contexts = [backbone.encode_context(d.context, d.framed) for d in documents]
+    asked = [(q, d.framed) for d in documents for q in d.questions]
+    questions = [backbone.encode_question(q.question, q.answer_prefix, framed) for q, framed in asked]
+    answers = [backbone.encode(q.target) for q, _ in asked]
+    for (q, _), a in zip(asked, answers, strict=True):
         if not a:
             raise ValueError(f"the answer {q.target!r} to {q.question!r} has no tokens: nothing to distil")
     prompts = [q + a for q, a in zip(questions, answers, strict=True)]

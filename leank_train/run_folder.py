@@ -12,6 +12,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from leank.data_gen.haystack import known_by
+from leank.data_gen.reading import digest, read_bytes
 from leank.files import Lock, remove_partial, write_json, write_text
 from leank.model_folder import folder_digest
 from leank.shipped import NAMED
@@ -84,6 +85,8 @@ def inputs(config: RunConfig, processes: int) -> dict[str, object]:
     return {
         "tasks": [name for name, share in data.tasks.items() if share],
         "essays": known_by(data.essays),
+        "text": known_by(data.text),
+        "prompts": None if data.prompts is None else digest(read_bytes(Path(data.prompts))),
         "model": folder_digest(Path(model)) if model not in NAMED and os.path.isdir(model) else None,
         "documents_per_step": data.documents * processes // config.trainer.sequence_parallel,
     }

@@ -21,7 +21,7 @@ from leank import backbone as backbones
 from leank.allocation import check_align
 from leank.backbone import Backbone, ModelConfig
 from leank.data_gen import haystack
-from leank.data_gen.tasks import Mixture, task
+from leank.data_gen.tasks import Mixture, prompts, task
 from leank.rotary import layer_ropes
 from leank.shape import check_config
 from leank.typed import BadConfig, Checked, Count, Positive, Samples, Seed, Share, typed
@@ -51,6 +51,9 @@ class DataConfig(Checked):
     questions: questions per document; they share its prefill.
     documents: documents per step and rank.
     essays: text of the haystacks, see data_gen.haystack; None is the text shipped with the package.
+    text: a text of the user's own, of the same forms, which the tasks text and quote read in place of the essays.
+    prompts: JSONL of the user's own prompts, for the task prompts (`data_gen.tasks.prompts.read`); the dense model's
+        greedy replies are the answers (`leank_train.replies`).
     """
 
     tasks: Mapping[str, Annotated[float, Ge(0)]]
@@ -59,6 +62,8 @@ class DataConfig(Checked):
     questions: Positive = 4
     documents: Annotated[int, Ge(1), Le(4096)] = 1
     essays: str | None = None
+    text: str | None = None
+    prompts: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,6 +74,21 @@ class DataConfig(Checked):
         need(
             any(share > 0 for share in self.tasks.values()),
             f"tasks={dict(self.tasks)} has no task to draw: give shares from 0 on, at least one above 0",
+        )
+        drawn = {name for name, share in self.tasks.items() if share > 0}
+        need(
+            self.text is None or bool(drawn & {"text", "quote"}),
+            f"text={self.text!r} has no effect: neither the task text nor quote has a share; take data=mixed or "
+            "data=own_text, or add +data.tasks.text=1",
+        )
+        need(
+            self.prompts is None or "prompts" in drawn,
+            f"prompts={self.prompts!r} has no effect: the task prompts has no share; take data=own_prompts, or add "
+            "+data.tasks.prompts=1",
+        )
+        need(
+            self.prompts is not None or "prompts" not in drawn,
+            f"tasks.prompts={self.tasks.get('prompts')} reads prompts of yours: set data.prompts=PATH of a JSONL file",
         )
 
 
@@ -191,7 +211,7 @@ class RunConfig(Checked):
         return Mixture(
             dict(data.tasks), backbone.tokenizer, data.min_length, data.max_length,
             seed=self.seed * 2 + (stage == "stage2"), questions=data.questions, per_length=per_length,
-            essays=data.essays, split="train", reserve=backbone.reserve,
+            essays=data.essays, split="train", reserve=backbone.reserve, text=data.text, prompts=data.prompts,
         )  # fmt: skip
 
 
@@ -206,7 +226,7 @@ def check(given: DictConfig | Mapping[str, object]) -> RunConfig:
     """Return the typed settings of a configuration, after all checks that need no weights.
 
     Raises BadConfig for a setting that cannot work, ValueError for an unknown task, FileNotFoundError if the model or
-    the essays are missing.
+    files that settings name are missing.
     """
     resolved = plain(given)
     config = typed(RunConfig, {**resolved, "logger": {} if resolved.get("logger") is None else resolved["logger"]})
@@ -219,6 +239,14 @@ def check(given: DictConfig | Mapping[str, object]) -> RunConfig:
                 raise BadConfig(f"{where}.tasks: {error}") from None
     if data.essays is not None:
         haystack.sentences(data.essays, "train")
+    if data.text is not None:
+        try:
+            haystack.sentences(data.text, "train")
+        except (FileNotFoundError, ValueError) as error:
+            said = str(error).replace("essays=", "data.text=", 1).removesuffix(" or split='all'")
+            raise type(error)(said) from None
+    if data.prompts is not None:
+        prompts.read(data.prompts)
     longest = {"data.max_length": data.max_length}
     if validation.samples:
         longest["validation.lengths"] = max(validation.lengths)

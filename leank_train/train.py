@@ -15,6 +15,8 @@ from torch import Tensor
 
 from leank import backbone as backbones
 from leank.backbone import Backbone
+from leank.data_gen import haystack
+from leank.data_gen.tokens import TokenCounter
 from leank.files import write_json
 from leank.mask import ChannelMask, check_ratio
 from leank.precision import VALUE_BITS, Precision
@@ -26,6 +28,7 @@ from leank_train.data import collate
 from leank_train.fitting import best_look, calibrate, fit, memory_advice
 from leank_train.layouts import LayoutStage, Losses, closed_form, layouts
 from leank_train.objective.steering import AUTO, Separation
+from leank_train.replies import with_replies
 from leank_train.run_folder import Run, claimed
 from leank_train.running import parallel, plots
 from leank_train.running.preempt import Signals
@@ -93,6 +96,8 @@ def train(current: Run, signals: Signals) -> Metrics:
 
     # 1. the model, and all that can be wrong with it and the data
     backbone = load_backbone(config)
+    current = with_replies(current, backbone)
+    config = current.config
     check_inputs(config, backbone)
     logger = make_logger(config.logger, out)
     if logger:
@@ -179,9 +184,11 @@ def load_backbone(config: RunConfig) -> Backbone:
 def check_inputs(config: RunConfig, backbone: Backbone) -> None:
     """Raise ValueError before the first step for what would otherwise end the run hours later.
 
-    That is a context too short for a task, an answer without tokens, a validation length that does not fit, and
-    pruning ratios, those of `extra_ratios` included, that no scores can meet.
+    That is a context too short for a task, a text shorter than a context, an answer without tokens, a validation length
+    that does not fit, and pruning ratios, those of `extra_ratios` included, that no scores can meet.
     """
+    if config.data.text is not None:
+        check_text(config.data.text, config.data.max_length, TokenCounter(backbone.tokenizer))
     first = config.mixture(backbone, per_length=config.data.documents)
     documents = []
     for name in (name for name, share in config.data.tasks.items() if share):
@@ -203,6 +210,19 @@ def check_inputs(config: RunConfig, backbone: Backbone) -> None:
         return
     for name, ratio in [("ratio", pruning.ratio), *(("extra_ratios", ratio) for ratio in config.extra_ratios)]:
         check_ratio(backbone.shape, ratio, pruning.align, pruning.rounding, name)
+
+
+def check_text(path: str, length: int, counter: TokenCounter) -> None:
+    """Raise ValueError for a text of fewer tokens than a document, which would repeat what is to be learned."""
+    tokens = 0
+    for sentence in haystack.sentences(path, "train"):
+        tokens += counter.pieces([sentence], " ", remember=False)[0]
+        if tokens > length:
+            return
+    raise ValueError(
+        f"data.text={path!r} has {tokens} tokens without every tenth paragraph, which is held out, and documents have "
+        f"up to data.max_length={length}; give a longer text or lower data.max_length"
+    )
 
 
 def save_masks(

@@ -143,7 +143,7 @@ def _documents(config: RunConfig, backbone: Backbone, count: int) -> Iterator[tu
 def mixtures(config: RunConfig, backbone: Backbone) -> dict[str, Mixture]:
     """Return the documents of the verdict by kind, of which those from `2 * HELD_OUT` on are for it alone."""
     tasks = config.mixture(backbone)
-    return {TASKS: tasks, TEXT: replace(tasks, weights={"text": 1.0}, essays=None, split="test")}
+    return {TASKS: tasks, TEXT: replace(tasks, weights={"text": 1.0}, essays=None, text=None, split="test")}
 
 
 @torch.no_grad()

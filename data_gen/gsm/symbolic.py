@@ -4,8 +4,6 @@
 in it can be derived. A problem has op + int(length * 828 / 9668) variables in all.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import dataclass
@@ -19,32 +17,19 @@ QUESTION = (
 
 @dataclass(frozen=True)
 class SymbolicProblem:
-    """A problem as `eval` reads it.
+    """A problem as `eval` reads it."""
 
-    problem, question: the text.
-    answer_list: names of the variables that equal the value in the question.
-    op: variables that can be derived.
-    n: variables in all.
-    length: the nominal length in tokens.
-    id: unique among all problems.
-    """
-
-    problem: str
+    problem: str  # problem, question: the text
     question: str
-    answer_list: tuple[str, ...]
-    op: int
-    n: int
-    length: int
-    id: str
+    answer_list: tuple[str, ...]  # names of the variables that equal the value in the question
+    op: int  # variables that can be derived
+    n: int  # variables in all
+    length: int  # the nominal length in tokens
+    id: str  # unique among all problems
 
 
 def symbolic(op: int, seed: int, index: int, length: int = 0) -> SymbolicProblem:
-    """Make one problem; the same arguments give the same problem.
-
-    op: variables that can be derived, at least 1.
-    seed, index: which problem of these settings.
-    length: the nominal tokens, or 0 for a problem without filler.
-    """
+    """Make one problem (see `SymbolicProblem`); the same arguments give the same one. length: 0 is without filler."""
     rng = random.Random(f"gsm_symbolic/{op}/{length}/{seed}/{index}")
     n = op + int(length * 828 / 9668)
     names = [f"V{number:06d}" for number in rng.sample(range(1_000_000), n)]

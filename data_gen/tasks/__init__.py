@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Document
-from leank.data_gen.task import Task
+from leank.data_gen.task import Document, Request, Task
 from leank.data_gen.tasks.chain import Chain
 from leank.data_gen.tasks.few_shot import FewShot
 from leank.data_gen.tasks.niah import Niah
 from leank.data_gen.tasks.passkey import Passkey
+from leank.data_gen.tasks.prompts import Prompts
 from leank.data_gen.tasks.qa import QuestionAnswering
 from leank.data_gen.tasks.text import Text
+from leank.data_gen.tasks.turns import Turns
 from leank.data_gen.tasks.vt import VariableTracking
 from leank.data_gen.tasks.word_counts import CommonWords, FrequentWords
 from leank.data_gen.tokens import TokenCounter
@@ -62,6 +62,9 @@ TASKS: dict[str, Task] = {
     "text": Text(),
     "quote": Text("quote"),
     "few_shot": FewShot(),
+    "turns": Turns(),
+    # the user's own
+    "prompts": Prompts(),
 }
 
 
@@ -83,6 +86,8 @@ class Mixture:
     questions: questions per document; some tasks have fewer.
     per_length: this many neighbouring indices share one length, so that no rank of a step waits for a longer document.
     essays, split: the natural text; see `haystack.sentences`.
+    text: what `text` and `quote` read in place of the essays.
+    prompts: the file of prompts with replies that `prompts` reads.
     reserve: tokens of every length to leave for a chat template; see `data_gen.chat`.
     """
 
@@ -96,6 +101,8 @@ class Mixture:
     essays: str | None = None
     split: str = "all"
     reserve: int = 0
+    text: str | None = None
+    prompts: str | None = None
     _counter: TokenCounter = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -107,10 +114,7 @@ class Mixture:
         return rng.randint(self.min_length, self.max_length)
 
     def __getitem__(self, index: int) -> Document:
-        """Make document number `index`.
-
-        Raises ValueError if its length is too short for its task, IndexError for an index below 0.
-        """
+        """Make document number `index`. Raises ValueError for a length too short, IndexError for one below 0."""
         if index < 0:
             raise IndexError(f"index={index}: documents are numbered from 0")
         rng = random.Random(f"mixture/{self.seed}/{index}")
@@ -119,8 +123,10 @@ class Mixture:
 
     def build(self, name: str, length: int, index: int) -> Document:
         """Make document number `index` of one task at one length."""
+        one = task(name)
         request = Request(
             name, length, self._counter, self.seed, index, self.questions,
-            essays=self.essays, split=self.split, reserve=self.reserve,
+            essays=(self.text or self.essays) if isinstance(one, Text) else self.essays, split=self.split,
+            data=self.prompts if isinstance(one, Prompts) else None, reserve=self.reserve,
         )  # fmt: skip
-        return task(name).build(request)
+        return one.build(request)

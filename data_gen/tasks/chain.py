@@ -1,16 +1,12 @@
 """Chains through a table: a long reply whose every step looks up the next entry, and whose end can be checked."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, islice, pairwise
 
 from leank.data_gen import haystack
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Question
-from leank.data_gen.task import Filler, LaidOut, Layout
+from leank.data_gen.task import Filler, LaidOut, Layout, Question, Request
 from leank.typed import Positive
 
 HEADER = "The following table says where each path leads. Memorize it. I will send you along a path afterwards.\n"
@@ -25,13 +21,11 @@ class Chain(LaidOut):
     """A table of paths whose lines are shuffled; a question asks for one path from its start to its end, line by line.
 
     The reply is right if its end is: every line of the reply tells which line of the table is needed next.
-
-    steps: lines of the path up to its end, at least 1. Other paths, up to twice as long, fill the table.
-    max_new_tokens: room for the reply.
     """
 
+    # lines of the path up to its end, at least 1. Other paths, up to twice as long, fill the table.
     steps: Positive = 64
-    max_new_tokens: Positive = 1024
+    max_new_tokens: Positive = 1024  # room for the reply
 
     def layout(self, request: Request, rng: random.Random) -> Layout:
         """See `LaidOut.layout`; a unit of filler is a line of another path."""

@@ -1,14 +1,10 @@
 """Many-shot labelling: what the labels mean has to be learned from hundreds of examples in the document."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 
 from leank.data_gen import haystack
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Question
-from leank.data_gen.task import Filler, LaidOut, Layout
+from leank.data_gen.task import Filler, LaidOut, Layout, Question, Request
 
 HEADER = "Every word has a label. Learn from these examples how words are labelled.\n"
 LINE = "{word}: {label}"

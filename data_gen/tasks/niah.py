@@ -4,8 +4,6 @@ LeanK's two training tasks (section 3.1) belong to the same family. Dense retrie
 needles. Multi-value retrieval asks for every value of a key that has several.
 """
 
-from __future__ import annotations
-
 import random
 import uuid
 from collections.abc import Callable, Container
@@ -13,9 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from leank.data_gen import haystack
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Question
-from leank.data_gen.task import Filler, LaidOut, Layout
+from leank.data_gen.task import Filler, LaidOut, Layout, Question, Request
 from leank.typed import OneOf, Positive
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -37,25 +33,16 @@ DEPTHS = tuple(round(100 * i / 39) for i in range(40))  # RULER: 40 depths in pe
 
 @dataclass(frozen=True)
 class Niah(LaidOut):
-    """One member of the family.
-
-    haystack: "noise", "essay" or "needle".
-    key_type, value_type: "words", "numbers" or "uuids".
-    num_keys: needles with different keys, the queried ones included.
-    num_values: values per key.
-    num_queries: keys that a question asks for.
-    max_new_tokens: room for the reply.
-    needle, header, question, prefix: the wording; None is RULER's.
-    """
+    """One member of the family."""
 
     haystack: Annotated[str, OneOf("noise", "essay", "needle")] = "noise"
     key_type: Kind = "words"
     value_type: Kind = "numbers"
-    num_keys: Positive = 1
-    num_values: Positive = 1
-    num_queries: Positive = 1
-    max_new_tokens: Positive = 128
-    needle: str = NEEDLE
+    num_keys: Positive = 1  # needles with different keys, the queried ones included
+    num_values: Positive = 1  # values per key
+    num_queries: Positive = 1  # keys that a question asks for
+    max_new_tokens: Positive = 128  # room for the reply
+    needle: str = NEEDLE  # needle, header, question, prefix: the wording; None is RULER's
     header: str | None = None
     question: str | None = None
     prefix: str | None = None
@@ -95,7 +82,6 @@ class Niah(LaidOut):
         return self.needle.format(kind=self.value_type, key=key, value=value)
 
     def _distractor(self, taken: Container[str], rng: random.Random) -> str:
-        """Make a needle for a key that no question is about."""
         key = _MAKERS[self.key_type](rng)
         while key in taken:
             key = _MAKERS[self.key_type](rng)

@@ -1,7 +1,5 @@
 """Passkey retrieval after DuoAttention (LeanK Appendix K): long word sequences hidden in text, asked for by ordinal."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Annotated
@@ -9,9 +7,7 @@ from typing import Annotated
 from annotated_types import Ge, Le
 
 from leank.data_gen import haystack
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Question
-from leank.data_gen.task import Filler, LaidOut, Layout
+from leank.data_gen.task import Filler, LaidOut, Layout, Question, Request
 from leank.typed import Positive
 
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
@@ -23,16 +19,11 @@ PREFIX = " The {ordinal} passkey to the vault is:"
 
 @dataclass(frozen=True)
 class Passkey(LaidOut):
-    """Passkeys at depths between 5% and 95% of natural text, one of which a question asks for.
+    """Passkeys at depths between 5% and 95% of natural text, one of which a question asks for."""
 
-    num_passkeys: passkeys in the text, and the most questions about it.
-    num_words: words per passkey.
-    max_new_tokens: room for the reply.
-    """
-
-    num_passkeys: Annotated[int, Ge(1), Le(len(ORDINALS))] = 10
-    num_words: Positive = 32
-    max_new_tokens: Positive = 128
+    num_passkeys: Annotated[int, Ge(1), Le(len(ORDINALS))] = 10  # passkeys in the text, and the most questions about it
+    num_words: Positive = 32  # words per passkey
+    max_new_tokens: Positive = 128  # room for the reply
 
     def step(self, request: Request) -> int:
         """Return one word; RULER has no such task."""

@@ -5,8 +5,6 @@ The data is not shipped. Download the official file and give its path:
     qa_2  http://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +19,7 @@ from typing_extensions import TypedDict
 from leank.data_gen import haystack
 from leank.data_gen.amount import amount
 from leank.data_gen.reading import NotBlank, digest, read_text
-from leank.data_gen.request import Draft, Request
-from leank.data_gen.sample import Question
-from leank.data_gen.task import Task
+from leank.data_gen.task import Draft, Question, Request, Task
 from leank.typed import OneOf, Positive
 
 _INSTRUCTION = (
@@ -38,32 +34,20 @@ FILES = {"squad": "SQuAD's dev-v2.0.json", "hotpotqa": "HotpotQA's hotpot_dev_di
 
 @dataclass(frozen=True)
 class Asked:
-    """A question of the data set.
+    """A question of the data set."""
 
-    question, answers: its text, and all answers that count.
-    gold: indices of its own documents.
-    related: indices of other documents of the same article (SQuAD).
-    """
-
-    question: str
+    question: str  # question, answers: its text, and all answers that count
     answers: tuple[str, ...]
-    gold: tuple[int, ...]
-    related: tuple[int, ...] = ()
+    gold: tuple[int, ...]  # indices of its own documents
+    related: tuple[int, ...] = ()  # indices of other documents of the same article (SQuAD)
 
 
 @dataclass(frozen=True)
 class QuestionAnswering(Task):
-    """One question of a data set with its documents among others.
-
-    Document `index` asks question number `index` of the file `Request.data`; SQuAD's questions without an answer do
-    not count.
-
-    dataset: "squad" or "hotpotqa".
-    max_new_tokens: room for the reply.
-    """
+    """Question number `index` of the file `Request.data`, of those with an answer, with its documents among others."""
 
     dataset: Annotated[str, OneOf(*FILES)]
-    max_new_tokens: Positive = 32
+    max_new_tokens: Positive = 32  # room for the reply
 
     def fill(self, request: Request) -> Draft:
         """See `Task.fill`; the last document is cut at a word."""
@@ -132,8 +116,6 @@ def _ask(asked: Asked) -> Question:
 
 def read(dataset: str, path: str | None) -> tuple[tuple[Asked, ...], tuple[str, ...]]:
     """Return the questions and the sorted distinct documents of an official file, plain or .gz.
-
-    dataset: "squad" or "hotpotqa".
 
     Raises FileNotFoundError if there is no file, ValueError if it has another form.
     """

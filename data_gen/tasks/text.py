@@ -1,16 +1,12 @@
 """Natural text: going on with it, and quoting a passage of it. A mask that is trained on needles alone forgets text."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from leank.data_gen import haystack
-from leank.data_gen.request import Draft, Request
-from leank.data_gen.sample import Question
-from leank.data_gen.task import Task
+from leank.data_gen.task import Draft, Question, Request, Task
 from leank.data_gen.tokens import TokenCounter
 from leank.typed import OneOf
 
@@ -24,12 +20,10 @@ BLOCK = 64  # sentences whose tokens are counted together
 
 @dataclass(frozen=True)
 class Text(Task):
-    """Consecutive sentences, from the user's own files where `Request.essays` names them.
+    """Consecutive sentences, from the user's own files where `Request.essays` names them."""
 
-    kind: "go_on": the first question asks for what follows the document, the others for what follows a few words from
-        elsewhere. "quote": every question asks for a passage of the document.
-    """
-
+    # "go_on": the first question asks for what follows the document, the others for what follows a few words from
+    # elsewhere. "quote": every question asks for a passage of the document.
     kind: Annotated[str, OneOf("go_on", "quote")] = "go_on"
     max_new_tokens: int = 128
 

@@ -1,16 +1,12 @@
 """RULER's variable tracking: chains of assignments in noise, of which one holds the value in question; 1-shot."""
 
-from __future__ import annotations
-
 import random
 import string
 from dataclasses import dataclass
 from itertools import pairwise
 
 from leank.data_gen import haystack
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Question
-from leank.data_gen.task import Filler, LaidOut, Layout
+from leank.data_gen.task import Filler, LaidOut, Layout, Question, Request
 from leank.typed import Count, Positive
 
 HEADER = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
@@ -43,16 +39,12 @@ class _Chain:
 
 @dataclass(frozen=True)
 class VariableTracking(LaidOut):
-    """A chain of num_hops + 1 variables for each question, which asks for all of them.
+    """A chain of num_hops + 1 variables for each question, which asks for all of them."""
 
-    num_hops: assignments from variable to variable per chain, at least 0.
-    example_lines: noise lines of the worked example; None for as many as fit into `EXAMPLE_TOKENS`, as in RULER.
-    max_new_tokens: room for the reply.
-    """
-
-    num_hops: Count = 4
+    num_hops: Count = 4  # assignments from variable to variable per chain, at least 0
+    # noise lines of the worked example; None for as many as fit into `EXAMPLE_TOKENS`, as in RULER
     example_lines: Count | None = None
-    max_new_tokens: Positive = 30
+    max_new_tokens: Positive = 30  # room for the reply
 
     def layout(self, request: Request, rng: random.Random) -> Layout:
         """See `LaidOut.layout`; the header is the worked example, a unit of filler is a line of noise."""

@@ -1,7 +1,5 @@
 """RULER aggregation tasks: common words extraction (cwe, 1-shot) and frequent words extraction (fwe)."""
 
-from __future__ import annotations
-
 import bisect
 import math
 import random
@@ -13,9 +11,7 @@ from pathlib import Path
 
 from leank.data_gen import haystack
 from leank.data_gen.reading import read_text
-from leank.data_gen.request import Draft, Request
-from leank.data_gen.sample import Question
-from leank.data_gen.task import SHORT, Task
+from leank.data_gen.task import SHORT, Draft, Question, Request, Task
 
 CWE_HEADER = (
     "Below is a numbered list of words. In these words, some appear more often than others. "
@@ -44,14 +40,11 @@ class CommonWords(Task):
 
     The example has 40 words, which appear 10 and 3 times. Below `SHORT` tokens words appear 6 times and once, and the
     example has 20 words, which appear 3 times and once, as in RULER.
-
-    max_new_tokens: room for the reply.
     """
 
-    max_new_tokens: int = 120
+    max_new_tokens: int = 120  # room for the reply
 
     def fill(self, request: Request) -> Draft:
-        """See `Task.fill`."""
         rng = request.rng()
         words = self._words(request, rng)
         shot = self._shot(request, words, rng)
@@ -113,10 +106,7 @@ class CommonWords(Task):
 
 @lru_cache(maxsize=4)
 def vocabulary(path: str | None) -> tuple[str, ...]:
-    """Return the distinct words of cwe: the shipped 8,169, then those of a file with one word per line.
-
-    Raises FileNotFoundError if the file does not exist.
-    """
+    """Return the distinct words of cwe: the shipped 8,169, then those of a file. Raises FileNotFoundError."""
     found = dict.fromkeys(w for kind in ("nouns", "adjectives", "verbs") for w in haystack.words(kind))
     if path is not None:
         source = Path(path)
@@ -160,11 +150,9 @@ class FrequentWords(Task):
     """Coded words whose counts follow a zeta distribution; the one question asks for the ranks 2 to 4.
 
     The word of rank k of n appears n / (k^2 zeta(2)) times, rounded down. The most frequent word is "...".
-
-    max_new_tokens: room for the reply.
     """
 
-    max_new_tokens: int = 50
+    max_new_tokens: int = 50  # room for the reply
 
     def fill(self, request: Request) -> Draft:
         """See `Task.fill`; dots fill the tokens that the distribution leaves."""

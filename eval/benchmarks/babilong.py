@@ -4,43 +4,28 @@ Source: booydar/babilong 7a6efee, prompts.py and metrics.py (Apache-2.0; prompts
 Data: RMT-team/babilong from the hub, or a folder of files such as qa1/4k.json or qa1_4k.jsonl.
 """
 
-from __future__ import annotations
-
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import MinLen
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from leank.data_gen.reading import NotBlank
-from leank.eval.benchmarks.base import benchmark, known_tasks
-from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, from_hub, read
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import metric
+from leank.eval.benchmarks.base import Row, benchmark, known_tasks, metric
+from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, asset, from_hub, read
 
 REPO = "RMT-team/babilong"
 TASKS = ("qa1", "qa2", "qa3", "qa4", "qa5")
+PROMPTS: dict[str, dict[str, str]] = asset("babilong")  # of each task instruction, examples and post_prompt
 LENGTHS = ("0k", "1k", "2k", "4k", "8k", "16k", "32k", "64k", "128k", "256k", "512k", "1M", "10M")
 PLACES = frozenset({"bathroom", "bedroom", "garden", "hallway", "kitchen", "office"})
 LABELS = {
     **dict.fromkeys(TASKS, PLACES),
     "qa5": frozenset({"bill", "fred", "jeff", "mary", "apple", "football", "milk"}),
 }
-
-
-@cache
-def prompts() -> dict[str, dict[str, str]]:
-    """Official instruction, examples and post_prompt of each task."""
-    found: dict[str, Any] = json.loads(
-        files("leank.eval.benchmarks").joinpath("assets", "babilong.json").read_text(encoding="utf-8")
-    )
-    return found
 
 
 class BabiLongLine(TypedDict):
@@ -57,18 +42,16 @@ class BabiLong(FromFiles):
     """BABILong; its cells are named qa1_4k and so on.
 
     path: a folder of files QA/LENGTH.json or QA_LENGTH.jsonl (.gz too).
-    tasks: of qa1 to qa5.
-    lengths: the data set's own names, about so many tokens.
     """
 
-    tasks: Tasks = TASKS
+    tasks: Tasks = TASKS  # of qa1 to qa5
+    # the data set's own names, about so many tokens
     lengths: Annotated[Sequence[str], MinLen(1)] = ("4k", "8k", "16k", "32k")
     name: str = "babilong"
 
     schema = TypeAdapter(BabiLongLine)
 
     def wanted(self) -> Sequence[str]:
-        """Return task and length of each cell. Raises ValueError for an unknown one."""
         known_tasks(self.tasks, TASKS, "is not in BABILong")
         for length in self.lengths:
             if length not in LENGTHS:
@@ -76,7 +59,6 @@ class BabiLong(FromFiles):
         return [f"{task}_{length}" for length in self.lengths for task in self.tasks]
 
     def lines(self, task: str) -> Iterator[Line]:
-        """Yield the lines of a task at a length."""
         name, length = task.split("_")
         if self.path is None:
             return from_hub(f"BABILong {task}", REPO, length, name, f"Pass path=<a folder with {name}/{length}.json>")
@@ -87,7 +69,7 @@ class BabiLong(FromFiles):
         name = task.split("_")[0]
         if data["target"].lower() not in LABELS[name]:
             raise ValueError(f"target={data['target']!r} is none of {', '.join(sorted(LABELS[name]))}")
-        parts = prompts()[name]
+        parts = PROMPTS[name]
         start = f"{parts['instruction']}\n\n{parts['examples']}\n\n{parts['post_prompt']}"
         return Row(
             task=task,

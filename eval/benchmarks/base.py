@@ -1,18 +1,119 @@
-"""What a benchmark offers to the replay: cells (task, length) of samples, each built only when it is needed."""
+"""What a benchmark offers to the replay: cells (task, length) of samples, each built as a row when it is needed.
+
+A benchmark's file registers its settings class and the scorers that its rows name:
+
+    @metric("exact")
+    def exact(row, reply):
+        return float(reply == row.answers[0])
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from leank.eval.benchmarks.row import Row
 from leank.registry import import_all
 from leank.typed import Checked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt with its answers.
+
+    The model reads ``messages()`` through its chat template, or ``prompt`` as it is where `chat` is False; then
+    `answer_prefix`, which stands after the assistant header. `context` ends where the question begins, so that a
+    method may compress before or after the question.
+
+    answers: what `metric` compares with (strings; for GSM-Infinite the integer; for InfiniteBench its label).
+    stop: the reply ends at the first of these strings. ends: the last token of each of these texts ends the reply as
+    end-of-text does. min_new_tokens: neither end-of-text nor `ends` is allowed earlier.
+    preamble: messages before the user's turn. all_classes: class names of a classification task. length: the data
+    set's own length, in its own unit. read: the question is a text that is read through the cache, and no reply
+    follows. meta: whatever else the tables group by (op, template, depth, ...).
+    target: the true answer as a conversation goes on with it. later: its later turns, which share the context.
+    """
+
+    task: str
+    id: str
+    context: str
+    question: str
+    answers: Sequence[Any]
+    max_new_tokens: int
+    metric: str
+    answer_prefix: str = ""
+    stop: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+    min_new_tokens: int = 0
+    chat: bool = True
+    preamble: tuple[Message, ...] = ()
+    all_classes: Sequence[str] | None = None
+    length: int | None = None
+    read: bool = False
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    target: str = ""
+    later: tuple[Row, ...] = ()
+
+    @property
+    def prompt(self) -> str:
+        """The user's turn: context and question."""
+        return self.context + self.question
+
+    def messages(self) -> list[Message]:
+        """The conversation up to the reply, without `answer_prefix`."""
+        return [*self.preamble, {"role": "user", "content": self.prompt}]
+
+
+def kept(data: Mapping[str, object], *names: str) -> dict[str, object]:
+    """Return those of the named fields that a line has, for `Row.meta`; null is as if it were missing."""
+    return {name: data[name] for name in names if data.get(name) is not None}
+
+
+Scorer = Callable[[Row, str], float]
+METRICS: dict[str, Scorer] = {}
+_BY_OP: set[str] = set()
+
+
+def metric(name: str, by_op: bool = False) -> Callable[[Scorer], Scorer]:
+    """Register a scorer: of a row and a reply up to the first stop string, 0-1; name: for a row's `metric`.
+
+    by_op: whether the report also groups its rows by `meta["op"]`, with the area under that curve.
+    """
+
+    def register(scorer: Scorer) -> Scorer:
+        METRICS[name] = scorer
+        if by_op:
+            _BY_OP.add(name)
+        return scorer
+
+    return register
+
+
+def metrics_by_op() -> list[str]:
+    """Return the names of the metrics whose rows the report groups by op."""
+    import_all("leank.eval.benchmarks")
+    return sorted(_BY_OP)
+
+
+def cut_at_stop(reply: str, stop: Sequence[str]) -> str:
+    """The reply up to the first stop string."""
+    ends = [at for at in (reply.find(text) for text in stop if text) if at != -1]
+    return reply[: min(ends)] if ends else reply
+
+
+def score_row(row: Row, reply: str) -> float:
+    """Score one reply by the row's metric, 0-1. Raises ValueError for a metric that no scorer has."""
+    if row.metric not in METRICS:
+        import_all("leank.eval.benchmarks")
+    if row.metric not in METRICS:
+        raise ValueError(f"metric={row.metric!r} of task {row.task!r} has no scorer; register one with @metric")
+    return METRICS[row.metric](row, cut_at_stop(reply, row.stop))
 
 
 KNOWN: dict[str, type] = {}
@@ -79,10 +180,7 @@ class Benchmark(Checked, ABC):
         return {}
 
     def data(self, task: str) -> str | None:
-        """What the files that a task's samples come from are known by, their contents; None for a task without files.
-
-        To be asked after `check`.
-        """
+        """What the files of a task's samples are known by, None without files; to be asked after `check`."""
         return None
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_new_tokens: int | None) -> None:
@@ -96,10 +194,9 @@ class Benchmark(Checked, ABC):
     def check(
         self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, overhead: int, max_new_tokens: int | None
     ) -> None:
-        """Prepare, and build some samples, before any weights are loaded.
+        """Prepare, and build some samples, before any weights are loaded; max_new_tokens: None = the rows' own.
 
-        config: the model's. overhead: tokens that the chat template adds. max_new_tokens: instead of the rows' own,
-        None = those. Raises ValueError or FileNotFoundError, naming the setting or the file.
+        Raises ValueError or FileNotFoundError, naming the setting or the file.
         """
         limit = getattr(config, "max_position_embeddings", None)
         self.prepare(tokenizer, limit, max_new_tokens)

@@ -16,6 +16,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -25,9 +26,7 @@ from pydantic_core import from_json
 
 from leank.data_gen.reading import UNREADABLE, digest, read_bytes
 from leank.errors import in_one_line
-from leank.eval.benchmarks.base import Benchmark, Cell
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import score_row
+from leank.eval.benchmarks.base import Benchmark, Cell, Row, score_row
 from leank.typed import Samples, Seed
 
 if TYPE_CHECKING:
@@ -155,16 +154,17 @@ def checked(lines: Iterable[Line], schema: TypeAdapter[Any], same: Sequence[str]
         yield replace(line, data=data)
 
 
+def asset(name: str) -> Any:
+    """What assets/NAME.json holds: a benchmark's official prompts, and what belongs to them."""
+    return json.loads(files("leank.eval.benchmarks").joinpath("assets", f"{name}.json").read_text(encoding="utf-8"))
+
+
 @dataclass
 class FromFiles(Benchmark):
-    """A benchmark of files; its subclasses say where lines are, what they must hold, and how they become rows.
+    """A benchmark of files; its subclasses say where lines are, what they must hold, and how they become rows."""
 
-    path: where the data is; None asks the hub.
-    samples: how many samples of each task are used, from the first on; None takes all.
-    """
-
-    path: str | None = None
-    samples: Samples | None = None
+    path: str | None = None  # where the data is; None asks the hub
+    samples: Samples | None = None  # how many samples of each task are used, from the first on; None takes all
     name: str = ""
     seed: Seed = 0
     _lines: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
@@ -175,6 +175,7 @@ class FromFiles(Benchmark):
     schema: ClassVar[TypeAdapter[Any]]  # of a line
     same: ClassVar[tuple[str, ...]] = ()  # fields that name a sample, see `checked`
     cut: ClassVar[bool] = False  # whether prompts are cut to `max_length` tokens, or what the model's positions leave
+    counted: ClassVar[tuple[str, ...]] = ()  # settings that answers depend on
     one_file: ClassVar[bool] = False  # whether the lines of several tasks may stand in one .jsonl
 
     def wanted(self) -> Sequence[str]:
@@ -212,10 +213,7 @@ class FromFiles(Benchmark):
             self._digests[task] = self._known_by(task, lines)
 
     def try_line(self, line: Line, task: str) -> Row:
-        """Build a line's row and score it with an empty reply and with those that are right.
-
-        Raises ValueError, naming the line, where any of that fails.
-        """
+        """Build a line's row, and score an empty reply and right ones. Raises ValueError, naming the line."""
         try:
             row = self.build(task, line.data)
             score_row(row, "")
@@ -244,19 +242,16 @@ class FromFiles(Benchmark):
         return {"file": hashlib.sha256(Path(self.path).read_bytes()).hexdigest()[:10]}
 
     def identity(self) -> dict[str, object]:
-        """Return the digest of a single file; `data` tells the files of a folder or the hub apart, task by task."""
-        return dict(self._file)
+        """What is `counted`, and the digest of a single file; `data` tells those of a folder or the hub apart."""
+        return {name: getattr(self, name) for name in self.counted} | self._file
 
     def data(self, task: str) -> str | None:
-        """Return what the task's data is known by; see `Benchmark.data`."""
         return None if self._file else self._digests[task]
 
     def cells(self) -> list[Cell]:
-        """Return all cells in the order of the run."""
         return [Cell(task, None, tuple(lines)) for task, lines in self._lines.items()]
 
     def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
-        """Build one sample; see `Benchmark.row`."""
         row = replace(self.build(cell.task, self._lines[cell.task][sample]), id=sample)
         if not self.cut:
             return row

@@ -23,10 +23,8 @@ from leank.data_gen.gsm.infinite import MODES, TEMPLATES, Problem, nth
 from leank.data_gen.gsm.symbolic import SymbolicProblem, symbolic
 from leank.data_gen.reading import NotBlank
 from leank.data_gen.tokens import counter_of
-from leank.eval.benchmarks.base import Cell, benchmark
-from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, checked, read
-from leank.eval.benchmarks.row import Row, kept
-from leank.eval.benchmarks.scoring import metric
+from leank.eval.benchmarks.base import Cell, Row, benchmark, kept, metric
+from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, asset, checked, read
 from leank.typed import Count, OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
@@ -37,67 +35,7 @@ MAX_NEW_TOKENS = 4096
 SYSTEM = "You are a helpful assistant"
 REVERSE_HINT = " The following questions might be easier to solve by equations."
 
-_HEADER = (
-    "Answer the questions below. {preface}Note: the total number of {thing}s in one {place} refers to sum of all types"
-    " of {thing}s ever mentioned for the specific {place} throughout the problem{excluding}. IMPORTANT: if the a type"
-    " of {kind} is never mentioned for a location for that specific problem, assume its INEXISTENCE in that location"
-    " (number in the location = 0). Previous problems {kind} quantities are not applicable for the present one. The"
-    " average number of {part} of the same type of {owner} might vary across different locations. The {total} refers"
-    " to the sum of the TOTAL {parts} (not average {not_average}) from all {source} mentioned for that specific"
-    " location. Hint: the {hint}. Each question is self-contained INDEPENDENT of the others. Quantities of previous"
-    " problems is NOT correct for the new problem, so quantities of {redo} MUST be recalculated for each question!"
-    " Final answer needs to be presented in the format 'Answer: xxx', where xxx is the number you calculated."
-)
-_NOUNS = {
-    "crazy_zootopia": {
-        "preface": "",
-        "thing": "adult animal",
-        "place": "location",
-        "excluding": " EXCLUDING their number of newborn children",
-        "kind": "animal",
-        "part": "newborn children",
-        "owner": "animal",
-        "total": "total newborn animal children of a location",
-        "parts": "newborn children",
-        "not_average": "newborn children",
-        "source": "adult animals",
-        "hint": "total newborn children of one type of animal in a location equals the average children per that animal"
-        " in location times the number of that animal in location",
-        "redo": "animals",
-    },
-    "teachers_in_school": {
-        "preface": "",
-        "thing": "school",
-        "place": "location",
-        "excluding": "",
-        "kind": "school",
-        "part": "teachers",
-        "owner": "school",
-        "total": "number of teachers from all schools of a location",
-        "parts": "teachers",
-        "not_average": "number of teachers",
-        "source": "type of schools",
-        "hint": "number of teachers of one type of school in a location equals the average teacher per that type of"
-        " schools in location times the number of that type of schools in location",
-        "redo": "schools or teachers",
-    },
-    "movie_festival_awards": {
-        "preface": "Commedy, drama, and thriller are all movies types. ",
-        "thing": "movie",
-        "place": "movie festival",
-        "excluding": "",
-        "kind": "movies",
-        "part": "nominations",
-        "owner": "festival",
-        "total": "number of total movie nominations from all movies of a festival",
-        "parts": "movie nominations",
-        "not_average": "number of nominations",
-        "source": "types of movies",
-        "hint": "number of total movie nomination of one type of movie in a festival equals the average nomination per"
-        " that type of movie in festival times the number of that type of movies in festival",
-        "redo": "movies or nominations",
-    },
-}
+OFFICIAL = asset("gsm_infinite")  # the header of a problem, and by template the nouns in it
 
 
 class _Line(TypedDict):
@@ -136,23 +74,19 @@ class GsmInfinite(FromFiles):
     """GSM-Infinite; a cell is a subset at a nominal length.
 
     path: .jsonl or .jsonl.gz of problems, see `RealisticLine`, `SymbolicLine`; None generates them.
-    subsets: "medium", "hard" or "symbolic", of the generator; a file has its own.
-    lengths: nominal tokens, of the generator; 0 is without filler.
-    ops: problems of other ops are left out; None takes all of a file.
-    samples: the first so many of each subset, length and op; None takes all of a file.
-    merge_turns: whether a problem is one user turn, for templates that refuse two in a row.
-    max_new_tokens: of a reply.
-    seed: of the generator.
     """
 
+    # "medium", "hard" or "symbolic", of the generator; a file has its own
     subsets: Annotated[Sequence[Annotated[str, OneOf(*SUBSETS)]], MinLen(1)] = ("medium", "hard")
+    # nominal tokens, of the generator; 0 is without filler
     lengths: Annotated[Sequence[Count], MinLen(1)] = (8000, 16_000, 32_000)
+    # problems of other ops are left out; None takes all of a file
     ops: Annotated[Sequence[Annotated[int, Ge(2)]], MinLen(1)] | None = (2, 4, 6, 8, 10, 12)
-    samples: Samples | None = 256
-    merge_turns: bool = False
-    max_new_tokens: Positive = MAX_NEW_TOKENS
+    samples: Samples | None = 256  # the first so many of each subset, length and op; None takes all of a file
+    merge_turns: bool = False  # whether a problem is one user turn, for templates that refuse two in a row
+    max_new_tokens: Positive = MAX_NEW_TOKENS  # of a reply
     name: str = "gsm_infinite"
-    seed: Seed = 42
+    seed: Seed = 42  # of the generator
 
     schema = TypeAdapter(
         Annotated[
@@ -160,9 +94,9 @@ class GsmInfinite(FromFiles):
         ]
     )
     same = ("id", "problem", "question")
+    counted = ("merge_turns", "max_new_tokens")
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_new_tokens: int | None) -> None:
-        """Read the problems of a file, or plan those that are generated when they are asked for."""
         if self.path is None:
             self._plan()
             return
@@ -200,29 +134,21 @@ class GsmInfinite(FromFiles):
         return super().tried() if self.path is not None else [(cell, cell.samples[-1]) for cell in self.cells()]
 
     def lines(self, task: str) -> Iterator[Line]:
-        """Yield the lines of the file; see `from_files.read`."""
         return read("GSM-Infinite", task, self.path, Hub("no data set", f"{task}.jsonl"))
 
     def data(self, task: str) -> None:
         """A file counts in `identity`, the generator has none."""
 
-    def identity(self) -> dict[str, object]:
-        """Return what every sample depends on; see `Benchmark.identity`."""
-        return {**super().identity(), "merge_turns": self.merge_turns, "max_new_tokens": self.max_new_tokens}
-
     def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
-        """Build one sample; see `Benchmark.row`."""
         data = self._lines[cell.task][sample]
         if self.path is None:
             data = self._generate(data, tokenizer)
         return replace(self.build(cell.task, data), id=sample, max_new_tokens=self.max_new_tokens)
 
     def build(self, task: str, data: Any) -> Row:
-        """Build a row of a problem."""
         return symbolic_row(data) if _kind(data) == "symbolic" else realistic_row(data, self.merge_turns)
 
     def right(self, row: Row) -> Sequence[str]:
-        """Return a reply that is right."""
         return [f"Answer: {row.answers[0]}." if row.metric == "gsm_infinite" else ", ".join(row.answers)]
 
     def _generate(self, planned: tuple[str, int, int, int], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -242,12 +168,11 @@ def _nominal(length: int) -> str:
 
 
 def realistic_row(data: Mapping[str, Any], merge_turns: bool = False) -> Row:
-    """One Medium or Hard problem as a `Row`: system message, header, problem, the last two being user turns in a row.
+    """A Medium or Hard problem (`RealisticLine`): system message, header, problem, the last two being user turns.
 
-    data: see `RealisticLine`.
     merge_turns: put header and problem into one user turn, for chat templates that want turns to alternate.
     """
-    instructions = _HEADER.format(**_NOUNS[data["template"]])
+    instructions = OFFICIAL["header"].format(**OFFICIAL["nouns"][data["template"]])
     instructions += REVERSE_HINT if data["mode"] == "forwardreverse" else ""
     context, system = f"Problem: {data['problem']} ", {"role": "system", "content": SYSTEM}
     return Row(
@@ -264,10 +189,7 @@ def realistic_row(data: Mapping[str, Any], merge_turns: bool = False) -> Row:
 
 
 def gold_answer(answer: int | str | None, solution: str | None) -> int:
-    """The answer as it is given, or the integer between "Answer: " and the next "." of the solution.
-
-    Raises ValueError if there is neither, or if they differ.
-    """
+    """The answer as given, or "Answer: N." of the solution. Raises ValueError if there is none, or two differ."""
     stated, dot, _ = (solution or "").partition("Answer: ")[2].partition(".")
     try:
         found = {int(text) for text in (answer, stated if dot else None) if text is not None}
@@ -322,10 +244,9 @@ def score(row: Row, reply: str) -> float:
 
 @metric("gsm_symbolic")
 def score_symbolic(row: Row, reply: str) -> float:
-    """Whether the variables that the reply names (``V`` and digits as a whole word) are the right ones, 0 or 1.
+    """Whether the variables that the reply names behind the last "</think>" are the right ones, 0 or 1.
 
-    Text up to the last "</think>" is ignored. Officially a 7B model first extracts the names from the reply; give its
-    output here to repeat that. On a raw reply every name that is mentioned counts.
+    Officially a 7B model first extracts the names from the reply; give its output here to repeat that.
     """
     return float({*re.findall(r"\bV\d+\b", reply.rsplit("</think>", 1)[-1])} == {*row.answers})
 
@@ -360,9 +281,5 @@ def stated_integer(reply: str) -> int | None:
 
 
 def auc(accuracy_by_op: Mapping[int, float]) -> float:
-    """LeanK's area: trapezoid over neighbouring op values at unit spacing.
-
-    accuracy_by_op: {op: accuracy 0-1}. Six op values (2, 4, .. 12) give a scale of 0-5. Fewer than two values give 0.
-    Source: LeanK tables 14 -> 4.
-    """
+    """LeanK's area (tables 14 -> 4): trapezoid over {op: accuracy 0-1} at unit spacing; six values give 0-5, one 0."""
     return float(np.trapezoid([accuracy_by_op[op] for op in sorted(accuracy_by_op)]))

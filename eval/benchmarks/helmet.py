@@ -4,8 +4,6 @@ Source: princeton-nlp/HELMET 4526dfb, data.py and utils.py (MIT; prompts unchang
 its data.tar.gz, and for ICL icl/TASK_train.jsonl and icl/TASK_test.jsonl, lines with "text" and a number "label".
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import random
@@ -20,10 +18,8 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from leank.data_gen.reading import NotBlank, digest
-from leank.eval.benchmarks.base import benchmark, known_tasks
+from leank.eval.benchmarks.base import Row, benchmark, known_tasks, metric
 from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, checked, read
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import metric
 from leank.eval.metrics.text import normalize
 from leank.typed import OneOf
 
@@ -96,24 +92,20 @@ SCHEMAS: dict[str, TypeAdapter[Any]] = {"json_kv": TypeAdapter(KvLine), **dict.f
 @benchmark("helmet")
 @dataclass
 class Helmet(FromFiles):
-    """HELMET; its cells are named nq_8k and so on.
+    """HELMET; its cells are named nq_8k and so on; path: the folder that holds json_kv/, kilt/ and icl/."""
 
-    path: the folder that holds json_kv/, kilt/ and icl/.
-    tasks: json_kv; nq, triviaqa, hotpotqa, popqa; trec_coarse, trec_fine, banking77, clinic150, nlu.
-    lengths: 8k to 128k, about so many tokens.
-    style: "completion", which ends with the start of the answer, or "chat", through the chat template.
-    """
-
-    tasks: Tasks = TASKS
+    tasks: Tasks = TASKS  # json_kv; nq, triviaqa, hotpotqa, popqa; trec_coarse, trec_fine, banking77, clinic150, nlu
+    # 8k to 128k, about so many tokens
     lengths: Annotated[Sequence[Annotated[str, OneOf(*LENGTHS)]], MinLen(1)] = ("8k", "16k", "32k")
+    # "completion", which ends with the start of the answer, or "chat", through the chat template
     style: Annotated[str, OneOf("completion", "chat")] = "completion"
     name: str = "helmet"
     _examples: dict[str, list[Any]] = field(default_factory=dict, repr=False)
 
     schema = TypeAdapter(dict[str, Any])  # `lines` checks each task's own
+    counted = ("style",)
 
     def wanted(self) -> Sequence[str]:
-        """Return task and length of each cell. Raises ValueError for an unknown one."""
         known_tasks(self.tasks, TASKS, "is no task of HELMET that is here")
         return [f"{task}_{length}" for length in self.lengths for task in self.tasks]
 
@@ -135,11 +127,9 @@ class Helmet(FromFiles):
         return lines if task != "popqa" else (x for x in lines if math.log10(x.data.get("s_pop") or 1) < POPULAR)
 
     def _known_by(self, task: str, lines: Sequence[Line]) -> str:
-        """Count the examples, too."""
         return digest(repr(self._examples.get(task)) + super()._known_by(task, lines))
 
     def build(self, task: str, data: Any) -> Row:
-        """Build a row of one line with the official prompt."""
         name = task.rpartition("_")[0]
         if name == "json_kv":
             shown = "".join(f"Key: {key}\nCorresponding value: {value}\n\n" for key, value in data["demos"][:SHOTS])
@@ -180,10 +170,7 @@ class Helmet(FromFiles):
         )
 
     def _labelled(self, task: str, data: IclLine) -> tuple[list[int], list[IclLine]]:
-        """The number that stands for each label, and the examples, as many of each label; drawn by a seed of the text.
-
-        The examples come in rounds: each has one of every label, in an order of its own.
-        """
+        """The number that stands for each label, and examples in rounds of every label, by a seed of the text."""
         name, _, length = task.rpartition("_")
         kinds, shots = ICL[name][0], ICL[name][1][length]
         seed = (seed_of(data["text"], None) + SEED) % 2**31
@@ -205,10 +192,6 @@ class Helmet(FromFiles):
         names = list(range(kinds))
         random.Random(seed).shuffle(names)
         return names, [example for one in chosen for example in one][:shots]
-
-    def identity(self) -> dict[str, object]:
-        """Return what every sample depends on; see `Benchmark.identity`."""
-        return {"style": self.style, **super().identity()}
 
 
 def seed_of(text: str, limit: int | None = 2**31) -> int:

@@ -8,26 +8,19 @@ GPT-4. Data: <task>.jsonl files in a folder, else from the Hugging Face hub.
 Where the official scorer raises on a reply, the reply is wrong (0), which docs/benchmarks.md records.
 """
 
-from __future__ import annotations
-
-import json
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from typing import Annotated, Any, NotRequired
 
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from leank.data_gen.reading import NotBlank
-from leank.eval.benchmarks.base import benchmark, known_tasks
-from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, read
+from leank.eval.benchmarks.base import Row, benchmark, known_tasks, metric
+from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, asset, read
 from leank.eval.benchmarks.mmlu import LETTERS
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import metric
 from leank.eval.metrics.text import normalize_chinese, qa_f1, rouge_lsum, token_f1
 from leank.typed import OneOf, Positive
 
@@ -36,64 +29,47 @@ TASKS = (
     *("longbook_sum_eng", "longbook_qa_eng", "longbook_choice_eng", "longdialogue_qa_eng", "longbook_qa_chn"),
     *("code_debug", "math_find", "passkey", "number_string", "kv_retrieval"),
 )
+# by task the prompts of "completion" and of "chat", and the reply lengths in "max_new_tokens"
+OFFICIAL: dict[str, dict[str, Any]] = asset("infinitebench")
 STYLES = ("completion", "chat")
 CHOICES = ("longbook_choice_eng", "code_debug")
 _SENTENCE_MARKS = "\n:\"'.,?!{}"
 
 
-@cache
-def assets() -> dict[str, dict[str, Any]]:
-    """Return by task the prompts of "completion" and of "chat", and the reply lengths in "max_new_tokens"."""
-    return json.loads(
-        files("leank.eval.benchmarks").joinpath("assets", "infinitebench.json").read_text(encoding="utf-8")
-    )
-
-
 class InfiniteBenchLine(TypedDict):
-    """A published line.
-
-    answer: a number for code_run and math_find, numbers for math_calc, else a text; one, or a list.
-    options: four texts, of multiple choice alone.
-    """
+    """A published line."""
 
     context: NotBlank
     input: str
-    answer: object
-    options: NotRequired[list[object]]
+    answer: object  # a number for code_run and math_find, numbers for math_calc, else a text; one, or a list
+    options: NotRequired[list[object]]  # four texts, of multiple choice alone
     id: NotRequired[str | int | None]
 
 
 @benchmark("infinitebench")
 @dataclass
 class InfiniteBench(FromFiles):
-    """InfiniteBench.
+    """InfiniteBench; path: a folder of <task>.jsonl files."""
 
-    path: a folder of <task>.jsonl files.
-    tasks: official names; None takes ASL's ten.
-    style: "completion" or "chat", see above.
-    max_length: tokens above which a prompt is cut; None takes what the model's positions leave.
-    """
-
-    tasks: Tasks | None = None
-    style: Annotated[str, OneOf(*STYLES)] = "completion"
+    tasks: Tasks | None = None  # official names; None takes ASL's ten
+    style: Annotated[str, OneOf(*STYLES)] = "completion"  # "completion" or "chat", see above
+    # tokens above which a prompt is cut; None takes what the model's positions leave
     max_length: Positive | None = None
     name: str = "infinitebench"
 
     schema = TypeAdapter(InfiniteBenchLine)
     same = ("id",)
     cut = True
+    counted = ("max_length", "style")
 
     def wanted(self) -> Sequence[str]:
-        """Return the names of the tasks. Raises ValueError for an unknown one."""
-        return known_tasks(self.tasks or TASKS, assets()["max_new_tokens"], "is not in InfiniteBench")
+        return known_tasks(self.tasks or TASKS, OFFICIAL["max_new_tokens"], "is not in InfiniteBench")
 
     def lines(self, task: str) -> Iterator[Line]:
-        """Yield the published lines of a task; see `from_files.read`."""
         return read(f"InfiniteBench {task}", task, self.path, Hub(REPO, f"{task}.jsonl"))
 
     def build(self, task: str, data: InfiniteBenchLine) -> Row:
-        """Build a row of one line, with the official prompt."""
-        start, end = assets()[self.style][task].split("{context}")
+        start, end = OFFICIAL[self.style][task].split("{context}")
         answers, fields = label(task, data), _fields(task, data)
         return Row(
             task=task,
@@ -101,31 +77,20 @@ class InfiniteBench(FromFiles):
             context=start.format(**fields) + data["context"],
             question=end.format(**fields),
             answers=answers,
-            max_new_tokens=assets()["max_new_tokens"][task],
+            max_new_tokens=OFFICIAL["max_new_tokens"][task],
             metric="infinitebench",
             chat=self.style == "chat",
         )
 
     def right(self, row: Row) -> Sequence[str]:
-        """Return the answers, of multiple choice the letter.
-
-        There are none where the official scorer cannot find all true answers: a name of two words (longdialogue_qa_eng)
-        and a negative number (math_calc).
-        """
+        """Return the answers, of multiple choice the letter; none where the official scorer may not find a true one."""
         if row.task in ("longdialogue_qa_eng", "math_calc"):
             return ()
         return [f"{row.answers[1]}."] if row.task in CHOICES else super().right(row)
 
-    def identity(self) -> dict[str, object]:
-        """Return what every sample depends on; see `Benchmark.identity`."""
-        return {"max_length": self.max_length, "style": self.style, **super().identity()}
-
 
 def label(task: str, data: InfiniteBenchLine) -> list[Any]:
-    """Return what the task's scorer compares with: the answers, and of multiple choice the right option and its letter.
-
-    Raises ValueError for a label that does not fit the task.
-    """
+    """Return the answers, of multiple choice the right option and its letter. Raises ValueError for a wrong label."""
     answers = data["answer"] if isinstance(data["answer"], list) else [data["answer"]]
     if task.startswith("long") and not (answers and all(isinstance(a, str) and a.strip() for a in answers)):
         raise ValueError(f"answer={reprlib.repr(answers)} must be a text or a list of texts, none blank")
@@ -149,7 +114,7 @@ def _values(answers: Sequence[object]) -> Sequence[int]:
 def _fields(task: str, data: InfiniteBenchLine) -> dict[str, object]:
     """What a prompt's braces stand for, beside the context. Raises ValueError for an input that does not say it."""
     asked = data["input"]
-    needed = any(name in assets()["completion"][task] for name in ("{input}", "{question}", "{func}"))
+    needed = any(name in OFFICIAL["completion"][task] for name in ("{input}", "{question}", "{func}"))
     if needed and not asked.strip():
         raise ValueError('"input" is blank, and it is the question')
     fields: dict[str, object] = {"input": asked, "question": asked}
@@ -234,10 +199,7 @@ def choice(prediction: str, labels: Sequence[str]) -> bool:
 
 
 def math_find(prediction: str, labels: Sequence[object]) -> bool:
-    """Return whether the first unsigned number equals the label.
-
-    A reply with a decimal number is wrong where the label is an integer; the official code ends in a ValueError there.
-    """
+    """Whether the first unsigned number is the label; never a decimal one of an integer, an error officially."""
     label = labels[0]
     if isinstance(label, bool) or not isinstance(label, int | float):
         raise ValueError(f"math_find: the label must be a number, got {label!r}")

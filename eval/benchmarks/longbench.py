@@ -5,26 +5,19 @@ Source: THUDM/LongBench 2e00731, pred.py, metrics.py, eval.py and config/ (MIT; 
 Hugging Face hub. Chinese tasks need the optional package jieba (``pip install jieba``); no English task does.
 """
 
-from __future__ import annotations
-
 import difflib
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, NotRequired
 
 from annotated_types import Ge, MinLen
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from leank.data_gen.reading import NotBlank
-from leank.eval.benchmarks.base import benchmark, known_tasks
-from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, read
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import metric
+from leank.eval.benchmarks.base import Row, benchmark, known_tasks, metric
+from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, asset, read
 from leank.eval.metrics.text import normalize_chinese, qa_f1, rouge_l, token_f1
 from leank.typed import OneOf, Positive
 
@@ -45,23 +38,9 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "leank": tuple(task for task in ENGLISH_TASKS if task not in ("narrativeqa", "musique")),
     "longbench_e": E_TASKS,
 }
+PROMPTS: dict[str, str] = asset("longbench_dataset2prompt")  # of each task; with {context}, and most with {input}
+MAX_NEW_TOKENS: dict[str, int] = asset("longbench_dataset2maxlen")  # of each task
 FIRST_LINE_TASKS = frozenset({"trec", "triviaqa", "samsum", "lsht"})
-
-
-@cache
-def prompts() -> dict[str, str]:
-    """Official prompt of each task, with {context} and most also {input}."""
-    return _asset("longbench_dataset2prompt.json")
-
-
-@cache
-def max_new_tokens() -> dict[str, int]:
-    """Official reply length of each task, tokens."""
-    return _asset("longbench_dataset2maxlen.json")
-
-
-def _asset(name: str) -> Any:
-    return json.loads(files("leank.eval.benchmarks").joinpath("assets", name).read_text(encoding="utf-8"))
 
 
 class LongBenchLine(TypedDict):
@@ -79,49 +58,40 @@ class LongBenchLine(TypedDict):
 @benchmark("longbench")
 @dataclass
 class LongBench(FromFiles):
-    """LongBench v1.
+    """LongBench v1; path: .jsonl, .jsonl.gz, data.zip or a folder of them."""
 
-    path: .jsonl, .jsonl.gz, data.zip or a folder of them.
-    tasks: official names; None takes those of `preset`.
-    preset: tasks of a paper's table.
-    max_length: tokens above which a prompt is cut; None takes what the model's positions leave.
-    """
-
-    tasks: Tasks | None = None
-    preset: Annotated[str, OneOf(*PRESETS)] = "leank"
+    tasks: Tasks | None = None  # official names; None takes those of `preset`
+    preset: Annotated[str, OneOf(*PRESETS)] = "leank"  # tasks of a paper's table
+    # tokens above which a prompt is cut; None takes what the model's positions leave
     max_length: Positive | None = None
     name: str = "longbench"
 
     schema = TypeAdapter(LongBenchLine)
     same = ("_id",)
     cut = True
+    counted = ("max_length",)
 
     def wanted(self) -> Sequence[str]:
-        """Return the names of the tasks. Raises ValueError for an unknown one."""
-        return known_tasks(self.tasks or PRESETS[self.preset], [*prompts(), *E_TASKS], "is not in LongBench")
+        return known_tasks(self.tasks or PRESETS[self.preset], [*PROMPTS, *E_TASKS], "is not in LongBench")
 
     def lines(self, task: str) -> Iterator[Line]:
-        """Yield the data set's own lines; see `from_files.read`."""
         return read(f"LongBench {task}", task, self.path, HUB)
 
     def build(self, task: str, data: LongBenchLine) -> Row:
-        """Build a row of one line; ``row.prompt`` is the official prompt.
-
-        task: official name; "_e" (LongBench-E) uses the same prompt.
-        """
+        """Build a row with the official prompt, for LongBench-E ("_e") that of the same task."""
         name = task.removesuffix("_e")
         if (of := data.get("dataset")) is not None and of.removesuffix("_e") != name:
             raise ValueError(f'"dataset" is {of!r}, which is not the task {task!r}')
-        if "{input}" in prompts()[name] and not data["input"].strip():
+        if "{input}" in PROMPTS[name] and not data["input"].strip():
             raise ValueError('"input" is blank, and it is the question')
-        start, end = prompts()[name].split("{context}")
+        start, end = PROMPTS[name].split("{context}")
         return Row(
             task=task,
             id=str(data.get("_id", "")),
             context=start + data["context"],
             question=end.format(input=data["input"]),
             answers=list(data["answers"]),
-            max_new_tokens=max_new_tokens()[name],
+            max_new_tokens=MAX_NEW_TOKENS[name],
             metric="longbench",
             # samsum: the official run also stops at the token for a newline, and allows neither end as the first token
             ends=("\n",) if name == "samsum" else (),
@@ -135,10 +105,6 @@ class LongBench(FromFiles):
         """Return the answers; none for code, whose line may end in a comment, and for ROUGE-L, which may overflow."""
         official = METRIC_OF_TASK[row.task.removesuffix("_e")]
         return () if official in (code_similarity, rouge_l, rouge_chinese) else row.answers
-
-    def identity(self) -> dict[str, object]:
-        """Return what every sample depends on; see `Benchmark.identity`."""
-        return {"max_length": self.max_length, **super().identity()}
 
 
 @metric("longbench")

@@ -4,8 +4,6 @@ Source: THUDM/LongBench 2e00731, pred.py and prompts/0shot.txt (MIT; the prompt 
 zai-org/LongBench-v2, in a folder or from the hub, or a .jsonl of the same fields.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,10 +13,8 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from leank.data_gen.reading import NotBlank
-from leank.eval.benchmarks.base import benchmark, known_tasks
+from leank.eval.benchmarks.base import Row, benchmark, kept, known_tasks, metric
 from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, checked, read
-from leank.eval.benchmarks.row import Row, kept
-from leank.eval.benchmarks.scoring import metric
 from leank.typed import Positive
 
 HUB = Hub("zai-org/LongBench-v2", "data.json")
@@ -57,24 +53,20 @@ class LongBenchV2Line(TypedDict):
 @benchmark("longbench_v2")
 @dataclass
 class LongBenchV2(FromFiles):
-    """LongBench v2.
+    """LongBench v2; path: data.json, a .jsonl or .jsonl.gz, or a folder of one."""
 
-    path: data.json, a .jsonl or .jsonl.gz, or a folder of one.
-    tasks: all; or easy and hard; or short, medium and long.
-    max_length: tokens above which a prompt is cut; None takes what the model's positions leave.
-    """
-
-    tasks: Tasks = ("all",)
+    tasks: Tasks = ("all",)  # all; or easy and hard; or short, medium and long
+    # tokens above which a prompt is cut; None takes what the model's positions leave
     max_length: Positive | None = None
     name: str = "longbench_v2"
 
     schema = TypeAdapter(LongBenchV2Line)
     same = ("_id",)
     cut = True
+    counted = ("max_length",)
     one_file = True
 
     def wanted(self) -> Sequence[str]:
-        """Return the columns of the table. Raises ValueError for an unknown one."""
         return known_tasks(self.tasks, TASKS, "is no part of LongBench v2")
 
     def lines(self, task: str) -> Iterator[Line]:
@@ -97,12 +89,7 @@ class LongBenchV2(FromFiles):
         )
 
     def right(self, row: Row) -> Sequence[str]:
-        """Return the answer in its sentence."""
         return [f"The correct answer is ({row.answers[0]})"]
-
-    def identity(self) -> dict[str, object]:
-        """Return what every sample depends on; see `Benchmark.identity`."""
-        return {"max_length": self.max_length, **super().identity()}
 
 
 @metric("longbench_v2")

@@ -6,8 +6,6 @@ request to reason and to box the answer. A boxed answer is right if it is equal 
 Data: test.jsonl of prm800k's math_splits, else HuggingFaceH4/MATH-500 from the hub (the same problems).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NotRequired
@@ -16,10 +14,8 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from leank.data_gen.reading import NotBlank
-from leank.eval.benchmarks.base import benchmark
+from leank.eval.benchmarks.base import Row, benchmark, kept, metric
 from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, read
-from leank.eval.benchmarks.row import Row, kept
-from leank.eval.benchmarks.scoring import metric
 from leank.eval.metrics import math_equal
 from leank.typed import Positive
 
@@ -40,24 +36,19 @@ class Math500Line(TypedDict):
 @benchmark("math500")
 @dataclass
 class Math500(FromFiles):
-    """MATH-500.
+    """MATH-500; path: test.jsonl of prm800k's math_splits, or its folder."""
 
-    path: test.jsonl of prm800k's math_splits, or its folder.
-    max_new_tokens: of a reply.
-    """
-
-    max_new_tokens: Positive = MAX_NEW_TOKENS
+    max_new_tokens: Positive = MAX_NEW_TOKENS  # of a reply
     name: str = "math500"
 
     schema = TypeAdapter(Math500Line)
     same = ("unique_id",)
+    counted = ("max_new_tokens",)
 
     def lines(self, task: str) -> Iterator[Line]:
-        """Yield the data set's lines; see `from_files.read`."""
         return read("MATH-500", "test", self.path, Hub("HuggingFaceH4/MATH-500", "test.jsonl"))
 
     def build(self, task: str, data: Math500Line) -> Row:
-        """Build a row of one line."""
         return Row(
             task="math500",
             id=str(data.get("unique_id", "")),
@@ -70,12 +61,7 @@ class Math500(FromFiles):
         )
 
     def right(self, row: Row) -> Sequence[str]:
-        """Return the answer in its box."""
         return [f"\\boxed{{{row.answers[0]}}}"]
-
-    def identity(self) -> dict[str, object]:
-        """Return what every sample depends on; see `Benchmark.identity`."""
-        return {"max_new_tokens": self.max_new_tokens, **super().identity()}
 
 
 @metric("math500")
@@ -85,11 +71,7 @@ def score(row: Row, reply: str) -> float:
 
 
 def grade(given: str | None, truth: str) -> bool:
-    """Whether the given answer is right; None is wrong.
-
-    A text of more than `math_equal.MAX_EXPRESSION` characters that is not equal, and one too costly to evaluate, is
-    wrong.
-    """
+    """Whether the given answer is right; None is wrong, and so is one too long or too costly to compare."""
     if given is None:
         return False
     if given.strip() == truth.strip():

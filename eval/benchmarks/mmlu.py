@@ -6,8 +6,6 @@ read it with `extract_letter`.
 Data: data.tar's folders dev and test of CSV files, a .jsonl, or cais/mmlu from the hub.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -23,10 +21,8 @@ from typing_extensions import TypedDict
 
 from leank.data_gen.amount import amount
 from leank.data_gen.reading import NotBlank, digest, read_text
-from leank.eval.benchmarks.base import benchmark
+from leank.eval.benchmarks.base import Row, benchmark, metric
 from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, checked, from_hub, read
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import metric
 from leank.typed import Count, Positive
 
 LETTERS = "ABCD"
@@ -65,14 +61,11 @@ class Mmlu(FromFiles):
 
     path: the folder that holds dev/ and test/ with the official CSV files, or a .jsonl (.gz) of lines with "split",
         "subject", "question", "choices" and "answer".
-    tasks: subjects; None takes Lethe's eight.
-    shots: examples before the question.
-    reasoning: whether the reply is reasoning of at most max_new_tokens; else it is one token, the letter.
     """
 
-    tasks: Tasks | None = None
-    shots: Count = 5
-    reasoning: bool = True
+    tasks: Tasks | None = None  # subjects; None takes Lethe's eight
+    shots: Count = 5  # examples before the question
+    reasoning: bool = True  # whether the reply is reasoning of at most max_new_tokens; else it is one token, the letter
     max_new_tokens: Positive = MAX_NEW_TOKENS
     name: str = "mmlu"
     _dev: dict[str, list[Question]] = field(default_factory=dict, repr=False)
@@ -81,7 +74,6 @@ class Mmlu(FromFiles):
     one_file = True
 
     def wanted(self) -> Sequence[str]:
-        """Return the subjects."""
         return list(self.tasks or LETHE)
 
     def lines(self, task: str) -> Iterator[Line]:
@@ -107,7 +99,6 @@ class Mmlu(FromFiles):
         return (x for x in checked(lines, LINE) if (x.data["subject"], x.data["split"]) == (subject, split))
 
     def _known_by(self, task: str, lines: Sequence[Line]) -> str:
-        """Count the examples, too."""
         return digest(json.dumps(self._dev[task], sort_keys=True) + super()._known_by(task, lines))
 
     def build(self, task: str, data: Question) -> Row:
@@ -131,7 +122,6 @@ class Mmlu(FromFiles):
         )
 
     def identity(self) -> dict[str, object]:
-        """Return what every sample depends on; see `Benchmark.identity`."""
         reply = self.max_new_tokens if self.reasoning else 1
         return {"shots": self.shots, "reasoning": self.reasoning, "max_new_tokens": reply, **super().identity()}
 
@@ -160,10 +150,7 @@ def score(row: Row, reply: str) -> float:
 
 
 def extract_letter(reply: str) -> str | None:
-    """The letter of a generated answer: the last "answer is (X)" or "Answer: X", else a leading letter.
-
-    The official code has no such step; it is this project's.
-    """
+    """The last "answer is (X)" or "Answer: X" of a reply, else a leading letter; not official, but this project's."""
     # possessive quantifiers give nothing back, so that a long run of blanks is read once
     stated = re.findall(r"(?i:answer)\s*+(?i:is)?+\s*+:?+\s*+\**+\(?+([A-D])\b", reply)
     if stated:

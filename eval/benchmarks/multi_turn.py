@@ -17,12 +17,11 @@ from annotated_types import Ge, MinLen
 
 from leank.data_gen import haystack
 from leank.data_gen.haystack import SPLITS
-from leank.data_gen.request import Request
+from leank.data_gen.task import Request
 from leank.data_gen.tasks import TASKS, task
 from leank.data_gen.tasks.niah import Niah
 from leank.data_gen.tokens import counter_of
-from leank.eval.benchmarks.base import Benchmark, Cell, benchmark, check_lengths, known_tasks
-from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.base import Benchmark, Cell, Row, benchmark, check_lengths, known_tasks
 from leank.typed import OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
@@ -34,41 +33,31 @@ MODES = ("conversation", "reuse")
 @benchmark("multi_turn")
 @dataclass
 class MultiTurn(Benchmark):
-    """Conversations about needles; a task of a table is a task of data_gen in one of the modes, such as kv_reuse.
+    """Conversations about needles; a task of a table is a task of data_gen in one of the modes, such as kv_reuse."""
 
-    tasks: of data_gen's needle tasks, whose documents have as many questions as are asked.
-    lengths: tokens of the document with its longest question and answer; the other turns come on top.
-    samples: documents of each task and length.
-    turns: questions about each.
-    modes: see the module.
-    seed: of the generators.
-    essays, split: the natural text of essay haystacks, see data_gen.haystack.
-    """
-
+    # of data_gen's needle tasks, whose documents have as many questions as are asked
     tasks: Annotated[Sequence[str], MinLen(1)] = ("niah_multikey_1", "multikey", "kv", "niah_multiquery")
+    # tokens of the document with its longest question and answer; the other turns come on top
     lengths: Annotated[Sequence[Positive], MinLen(1)] = (4096,)
-    samples: Samples = 50
-    turns: Annotated[int, Ge(2)] = 5
-    modes: Annotated[Sequence[Annotated[str, OneOf(*MODES)]], MinLen(1)] = MODES
-    seed: Seed = 42
-    essays: str | None = None
+    samples: Samples = 50  # documents of each task and length
+    turns: Annotated[int, Ge(2)] = 5  # questions about each
+    modes: Annotated[Sequence[Annotated[str, OneOf(*MODES)]], MinLen(1)] = MODES  # see the module
+    seed: Seed = 42  # of the generators
+    essays: str | None = None  # essays, split: the natural text of essay haystacks, see data_gen.haystack
     split: Annotated[str, OneOf(*SPLITS)] = "all"
     name: str = "multi_turn"
 
     compress = "before_question"  # the document is compressed without a question
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_new_tokens: int | None) -> None:
-        """Check tasks and lengths; see `Benchmark.prepare`."""
         known = [name for name, one in TASKS.items() if isinstance(one, Niah)]
         known_tasks(self.tasks, known, "has no documents with several questions")
         check_lengths(self.lengths, limit)
 
     def identity(self) -> dict[str, object]:
-        """Return what every sample depends on; see `Benchmark.identity`."""
         return {"essays": haystack.known_by(self.essays), "split": self.split, "turns": self.turns}
 
     def cells(self) -> list[Cell]:
-        """Return all cells in the order of the run."""
         ids = tuple(str(index) for index in range(self.samples))
         return [
             Cell(f"{name}_{mode}", length, ids, self.turns, mode == "conversation")

@@ -15,10 +15,8 @@ import numpy as np
 from annotated_types import Ge, Le, MinLen
 
 from leank.data_gen.haystack import SPLITS, known_by, sentences
-from leank.data_gen.request import LONGEST
-from leank.eval.benchmarks.base import Benchmark, Cell, benchmark, check_lengths
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import metric
+from leank.data_gen.task import LONGEST
+from leank.eval.benchmarks.base import Benchmark, Cell, Row, benchmark, check_lengths, metric
 from leank.typed import OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
@@ -92,18 +90,16 @@ def recall(reply: str, expected: str = EXPECTED) -> float:
 @benchmark("niah")
 @dataclass
 class NeedleGrid(Benchmark):
-    """The grid, cell by cell (eval.benchmarks.base): each cell is a length, and its samples are the depths.
+    """The grid, cell by cell (eval.benchmarks.base): each cell is a length, and its samples are the depths."""
 
-    lengths: tokens; None takes `count` lengths from shortest to longest, as officially.
-    depths: per cent, whole numbers; None takes `count` depths from 0 to 100.
-    essays, split: the haystack, see data_gen.haystack; None is the text shipped with the package.
-    """
-
+    # tokens; None takes `count` lengths from shortest to longest, as officially
     lengths: Annotated[Sequence[Positive], MinLen(1)] | None = None
+    # per cent, whole numbers; None takes `count` depths from 0 to 100
     depths: Annotated[Sequence[Annotated[int, Ge(0), Le(100)]], MinLen(1)] | None = None
     shortest: Positive = 1000
     longest: Positive = 16_000
     count: Samples = 35
+    # essays, split: the haystack, see data_gen.haystack; None is the text shipped with the package
     essays: str | None = None
     split: Annotated[str, OneOf(*SPLITS)] = "all"
     name: str = "niah"
@@ -111,7 +107,6 @@ class NeedleGrid(Benchmark):
     _texts: dict[int, str] = field(default_factory=dict, repr=False)
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_new_tokens: int | None) -> None:
-        """Check the lengths; see `Benchmark.prepare`."""
         check_lengths(self._lengths, limit or LONGEST)
 
     def tried(self) -> Iterable[tuple[Cell, str]]:
@@ -128,11 +123,9 @@ class NeedleGrid(Benchmark):
         return list(self.depths) if self.depths is not None else grid(0, 100, self.count)
 
     def identity(self) -> dict[str, object]:
-        """Return what every sample depends on; see `Benchmark.identity`."""
         return {"essays": known_by(self.essays), "split": self.split}
 
     def cells(self) -> list[Cell]:
-        """Return all cells in the order of the run."""
         return [Cell("niah", length, tuple(map(str, self._depths))) for length in self._lengths]
 
     def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:

@@ -18,10 +18,8 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from leank.data_gen.reading import NotBlank, digest, read_text
-from leank.eval.benchmarks.base import Benchmark, Cell, benchmark, check_lengths
+from leank.eval.benchmarks.base import Benchmark, Cell, Row, benchmark, check_lengths, metric
 from leank.eval.benchmarks.from_files import Hub, checked, read
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import metric
 from leank.typed import OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
@@ -54,22 +52,16 @@ class Needle(TypedDict):
 @benchmark("nolima")
 @dataclass
 class NoLiMa(Benchmark):
-    """NoLiMa; a task is a kind of question (onehop, twohop).
+    """NoLiMa; a task is a kind of question (onehop, twohop)."""
 
-    path: needle_set.json. books: the folder of the .txt files.
-    template: the prompt, with {haystack} and {question}, where the needle set has none.
-    lengths: tokens of the haystack. depths: evenly from its start to its end.
-    samples: so many of each task and length, drawn by the seed; None takes all.
-    rule: how a reply is compared with the answers.
-    """
-
-    books: str | None = None
-    path: str | None = None
-    template: str | None = None
+    books: str | None = None  # the folder of the .txt files
+    path: str | None = None  # needle_set.json
+    template: str | None = None  # the prompt, with {haystack} and {question}, where the needle set has none
+    # tokens of the haystack
     lengths: Annotated[Sequence[Positive], MinLen(1)] = (1000, 4000, 8000, 16_000, 32_000)
-    depths: Annotated[int, Ge(2)] = 26
-    samples: Samples | None = None
-    rule: Annotated[str, OneOf(*RULES)] = "contains"
+    depths: Annotated[int, Ge(2)] = 26  # evenly from its start to its end
+    samples: Samples | None = None  # so many of each task and length, drawn by the seed; None takes all
+    rule: Annotated[str, OneOf(*RULES)] = "contains"  # how a reply is compared with the answers
     max_new_tokens: Positive = 192
     name: str = "nolima"
     seed: Seed = 42
@@ -79,7 +71,6 @@ class NoLiMa(Benchmark):
     _digest: str = field(default="", repr=False)
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_new_tokens: int | None) -> None:
-        """Read needles and books; see `Benchmark.prepare`."""
         if limit is not None:
             check_lengths(self.lengths, limit)
         files = sorted(Path(self.books).glob("*.txt")) if self.books else []
@@ -109,7 +100,6 @@ class NoLiMa(Benchmark):
         self._digest = digest(known)
 
     def identity(self) -> dict[str, object]:
-        """Return what every sample depends on; see `Benchmark.identity`."""
         settings: dict[str, object] = {"template": self.template, "depths": self.depths, "samples": self.samples}
         return settings | {"rule": self.rule, "max_new_tokens": self.max_new_tokens, "data": self._digest}
 
@@ -125,7 +115,6 @@ class NoLiMa(Benchmark):
         return cells
 
     def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
-        """Build one sample; see `Benchmark.row`."""
         name, book, depth = sample.rsplit(".", 2)
         needle, question, test = self._tests[name]
         text, answers = needle["needle"], list(test.get("gold_answers") or ())

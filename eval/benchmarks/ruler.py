@@ -15,13 +15,10 @@ from annotated_types import MinLen
 from leank.data_gen import haystack
 from leank.data_gen.amount import amount
 from leank.data_gen.haystack import SPLITS
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Sample
+from leank.data_gen.task import Request, Sample
 from leank.data_gen.tasks import CHAINS, qa, task
 from leank.data_gen.tokens import counter_of
-from leank.eval.benchmarks.base import Benchmark, Cell, benchmark, check_lengths, known_tasks
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import metric
+from leank.eval.benchmarks.base import Benchmark, Cell, Row, benchmark, check_lengths, known_tasks, metric
 from leank.typed import OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
@@ -48,28 +45,20 @@ def draw(
 @benchmark("ruler")
 @dataclass
 class Ruler(Benchmark):
-    """RULER, cell by cell (eval.benchmarks.base): a cell is a task at a length.
+    """RULER, cell by cell (eval.benchmarks.base): a cell is a task at a length."""
 
-    tasks: RULER's names, or those of `EXTRA`.
-    lengths: tokens of prompt and reply.
-    samples: of each task and length.
-    seed: of the generators.
-    essays, split: the natural text of essay haystacks, see data_gen.haystack.
-    squad, hotpotqa: the data of qa_1 and qa_2, see data_gen.tasks.qa.
-    """
-
-    tasks: Annotated[Sequence[str], MinLen(1)] = OFFICIAL
+    tasks: Annotated[Sequence[str], MinLen(1)] = OFFICIAL  # RULER's names, or those of `EXTRA`
+    # tokens of prompt and reply
     lengths: Annotated[Sequence[Positive], MinLen(1)] = (4096, 8192, 16384, 32768, 65536, 131072)
-    samples: Samples = 200
-    seed: Seed = 42
-    essays: str | None = None
+    samples: Samples = 200  # of each task and length
+    seed: Seed = 42  # of the generators
+    essays: str | None = None  # essays, split: the natural text of essay haystacks, see data_gen.haystack
     split: Annotated[str, OneOf(*SPLITS)] = "all"
-    squad: str | None = None
+    squad: str | None = None  # squad, hotpotqa: the data of qa_1 and qa_2, see data_gen.tasks.qa
     hotpotqa: str | None = None
     name: str = "ruler"
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_new_tokens: int | None) -> None:
-        """Check tasks, lengths and the data of qa_1 and qa_2; see `Benchmark.prepare`."""
         known_tasks(self.tasks, [*OFFICIAL, *EXTRA], "is unknown")
         check_lengths(self.lengths, limit)
         for name in QA.keys() & {*self.tasks}:
@@ -83,20 +72,16 @@ class Ruler(Benchmark):
                 raise ValueError(f"{where} has {found}, benchmark.samples={self.samples}; lower samples")
 
     def identity(self) -> dict[str, object]:
-        """Return what every sample depends on; see `Benchmark.identity`."""
         return {"essays": haystack.known_by(self.essays), "split": self.split}
 
     def data(self, task: str) -> str | None:
-        """Return what the task's data is known by; see `Benchmark.data`."""
         return qa.known_by(QA[task], self._data(task)) if task in QA else None
 
     def cells(self) -> list[Cell]:
-        """Return all cells in the order of the run."""
         ids = tuple(str(index) for index in range(self.samples))
         return [Cell(name, length, ids) for length in self.lengths for name in self.tasks]
 
     def row(self, cell: Cell, sample: str, tokenizer: PreTrainedTokenizerBase, overhead: int) -> Row:
-        """Build one sample; see `Benchmark.row`."""
         assert cell.length is not None
         length = cell.length - overhead
         data = self._data(cell.task)
@@ -131,10 +116,7 @@ def score_part(row: Row, reply: str) -> float:
 
 
 def _found(row: Row, reply: str) -> list[bool]:
-    """Whether each reference occurs in the reply, by substring, so that "no" is found in "know".
-
-    Case is ignored with lower(), which is not casefold(): "STRASSE" does not hold "straße".
-    """
+    """Whether each reference occurs in the reply, by substring and lower(), not casefold(): "no" is in "know"."""
     text = postprocess(reply).lower()
     return [reference.lower() in text for reference in row.answers]
 

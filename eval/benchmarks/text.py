@@ -19,8 +19,7 @@ from annotated_types import Gt, Lt, MinLen
 from leank.data_gen.amount import amount
 from leank.data_gen.haystack import SPLITS, known_by, paragraphs
 from leank.data_gen.reading import read_text
-from leank.eval.benchmarks.base import Benchmark, Cell, benchmark, check_lengths
-from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.base import Benchmark, Cell, Row, benchmark, check_lengths
 from leank.typed import OneOf, Positive, Samples, Seed
 
 if TYPE_CHECKING:
@@ -32,28 +31,20 @@ Window = tuple[str, str]  # what is prefilled, and the rest
 @benchmark("text")
 @dataclass
 class Text(Benchmark):
-    """Windows of a text that do not overlap (eval.benchmarks.base), in an order drawn from the seed.
+    """Windows of a text that do not overlap (eval.benchmarks.base), in an order drawn from the seed."""
 
-    path: a .txt or .txt.gz file, or a folder of .txt files, no two of which share a window; None is the text shipped
-        with the package.
-    split: of the shipped text; a `path` is used whole.
-    lengths: tokens of a window.
-    samples: windows of each length.
-    prefilled: share of a window's tokens that is prefilled.
-    seed: of the windows' order.
-    """
-
+    # a .txt or .txt.gz file, or a folder of .txt files, no two of which share a window; None is the text shipped with
+    # the package
     path: str | None = None
-    split: Annotated[str, OneOf(*SPLITS)] = "test"
-    lengths: Annotated[Sequence[Positive], MinLen(1)] = (1024, 2048, 4096, 8192)
-    samples: Samples = 6
-    prefilled: Annotated[float, Gt(0), Lt(1)] = 0.5
+    split: Annotated[str, OneOf(*SPLITS)] = "test"  # of the shipped text; a `path` is used whole
+    lengths: Annotated[Sequence[Positive], MinLen(1)] = (1024, 2048, 4096, 8192)  # tokens of a window
+    samples: Samples = 6  # windows of each length
+    prefilled: Annotated[float, Gt(0), Lt(1)] = 0.5  # share of a window's tokens that is prefilled
     name: str = "text"
-    seed: Seed = 0
+    seed: Seed = 0  # of the windows' order
     _windows: dict[int, list[Window]] = field(default_factory=dict, repr=False)
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_new_tokens: int | None) -> None:
-        """Cut the text into windows; see `Benchmark.prepare`."""
         check_lengths(self.lengths, limit)
         texts = list(self._texts())
         spans = [
@@ -96,10 +87,7 @@ class Text(Benchmark):
     def _cut(
         self, text: str, spans: Sequence[tuple[int, int]], length: int, tokenizer: PreTrainedTokenizerBase
     ) -> Window:  # fmt: skip
-        """Cut the tokens at `spans` of a text into what is prefilled and the rest.
-
-        A window that takes more tokens by itself than within the text loses its end.
-        """
+        """Cut the tokens at `spans` of a text in two; a window that takes more tokens by itself loses its end."""
         size = len(spans)
         start, middle = spans[0][0], spans[round(self.prefilled * size)][0]
         while len(tokenizer(text[start : spans[size - 1][1]])["input_ids"]) > length:
@@ -107,12 +95,10 @@ class Text(Benchmark):
         return text[start:middle], text[middle : spans[size - 1][1]]
 
     def identity(self) -> dict[str, object]:
-        """Return what every sample depends on; see `Benchmark.identity`."""
         split = self.split if self.path is None else None
         return {"text": known_by(self.path), "split": split, "prefilled": self.prefilled}
 
     def cells(self) -> list[Cell]:
-        """Return all cells in the order of the run."""
         ids = tuple(str(index) for index in range(self.samples))
         return [Cell("text", length, ids) for length in self.lengths]
 

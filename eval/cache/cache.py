@@ -21,14 +21,14 @@ from transformers.cache_utils import (
 from transformers.generation.utils import GenerateOutput
 
 from leank.data_gen.amount import amount
+from leank.errors import naming
 from leank.eval.cache.attention.backend import BackendChoice, choose_backend
 from leank.eval.cache.generate import generate
-from leank.eval.cache.graph import KeptSteps
+from leank.eval.cache.graph import KeptSteps, stores
 from leank.eval.cache.hook import ATTENTION
-from leank.eval.cache.layer import CompressedLayer
+from leank.eval.cache.layer import CompressedLayer, StateLayer
 from leank.eval.cache.memory import Memory, measure
 from leank.eval.cache.saved import Saved, save
-from leank.eval.cache.state_layer import StateLayer
 from leank.eval.cache.storage import banded
 from leank.eval.cache.storage.channels import MaskLike, layer_masks
 from leank.eval.cache.storage.middle import Middle
@@ -47,8 +47,6 @@ class CompressedCache(Cache):
     layers: one per layer of the model
     choice: chooses the backend of every compressed layer
     model: the model that it is made for, which `save` notes, None = not known
-
-    Attributes:
     steps: decoding steps that generate() has captured
     """
 
@@ -81,10 +79,7 @@ class CompressedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append the new tokens of one layer.
-
-        Raises ValueError for a layer that the cache's model does not have, RuntimeError if the last pass broke off.
-        """
+        """Append a layer's tokens. Raises ValueError for an unknown layer, RuntimeError after a broken pass."""
         if layer_idx >= len(self.layers):
             made = f"this cache was made for a model of {amount(len(self.layers), 'layer')}"
             raise ValueError(f"{made}, and layer {layer_idx} asks for it: make one with compressed_cache()")
@@ -129,8 +124,8 @@ class CompressedCache(Cache):
     def activate_past_recording(self) -> None:
         """Let tokens wait until crop() is called, so that any of them can be taken back (assisted decoding).
 
-        The recording ends with reset(). It also ends when two passes follow a crop() without another one, as they do
-        after assisted decoding; the tokens of the first pass are then kept.
+        The recording ends with reset(), or with two passes after a crop() without another one, as after assisted
+        decoding; the tokens of the first pass are then kept.
         """
         super().activate_past_recording()
         self._since_crop = None
@@ -141,10 +136,7 @@ class CompressedCache(Cache):
         self._since_crop = 0
 
     def reset(self) -> None:
-        """Make the cache new: no tokens, no announcement, no recording.
-
-        Steps that generate() has captured stay, with the windows that they read; the next prompt's window goes there.
-        """
+        """Make the cache new. Captured steps stay, and the next prompt's window goes to where they read."""
         self._since_crop, self._widest = None, 0
         for layer in list[Any](self.layers):
             if isinstance(layer, CompressedLayer) and self.steps.loop is not None:
@@ -156,9 +148,8 @@ class CompressedCache(Cache):
 
     def addresses(self) -> tuple[object, ...]:
         """Addresses and shapes of what a captured step reads; equal at two moments if one step can serve both."""
-        stores = (layer.store for layer in self.compressed)
         scratch = (tensor.data_ptr() for tensor in self.choice.tensors().values())
-        return *scratch, *(Addresses.of(store).key() for store in stores if store is not None)
+        return *scratch, *(Addresses.of(store).key() for store in stores(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self).__new__(type(self))
@@ -169,10 +160,7 @@ class CompressedCache(Cache):
         return new
 
     def repeat(self, repeats: int) -> Self:
-        """A new cache with each row `repeats` times, the copies of a row side by side; this cache stays as it is.
-
-        Raises ValueError unless `repeats` is a positive integer.
-        """
+        """A new cache with each row `repeats` times, side by side. Raises ValueError unless it is positive."""
         if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
             raise ValueError(f"repeat({repeats!r}): give the number of copies of each row, at least 1")
         new = copy.deepcopy(self)
@@ -201,20 +189,16 @@ class CompressedCache(Cache):
     ) -> CompressedCache:
         """The cache that `save` wrote, on the model's device; it goes on with the same tokens.
 
-        model: the model that made it
-        mask: the mask that it must have been made with, None = whichever it was
+        model, mask: those that it must have been made with, None = whichever mask it was
         backend: as in `compressed_cache`
-
         Raises FileNotFoundError, or ValueError if the file is damaged or was made by another model or mask.
         """
         found = Saved(path)
         if isinstance(mask, str | os.PathLike):
             mask = ChannelMask.load(mask)
         found.check(model, mask if mask is None or isinstance(mask, ChannelMask) else ChannelMask(mask))
-        try:
+        with naming(path):
             cache = compressed_cache(model, found.middles, **asdict(found.header.sizes), backend=backend)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
         found.fill(cache.layers, model)
         return cache
 
@@ -223,7 +207,6 @@ class CompressedCache(Cache):
 
         Call it after each replay; capturing itself appends nothing and moves nothing. Capture when every row is longer
         than the sink and a first step has compiled the kernels, without an attention mask: rows remember their padding.
-
         Raises RuntimeError for layers that are not compressed.
         """
         for layer in self.layers:
@@ -247,10 +230,7 @@ class CompressedCache(Cache):
     ) -> GenerateOutput | Tensor:
         """`model.generate()` from this cache; decoding steps replay one captured CUDA graph where that is possible.
 
-        model: the model that the cache was made for.
-        inputs, kwargs: as for `model.generate()`, streamer, beams and assisted decoding included, but for
-            `past_key_values`.
-
+        inputs, kwargs: as for `model.generate()`, streamer, beams and assisted decoding, too, but `past_key_values`.
         Returns what `model.generate()` returns, with the same tokens as without graphs.
         """
         return generate(self, model, inputs=inputs, **kwargs)

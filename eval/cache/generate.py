@@ -15,8 +15,6 @@ for the next step to be launched. So the next step begins before the question, o
 ended, it is taken back.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -43,9 +41,7 @@ PLAIN = {"inputs_embeds", "output_attentions", "output_hidden_states"}  # inputs
 class _Stepped:
     """A model whose forward passes over one token a row go through a `DecodeLoop`; all else is the model's.
 
-    model: the model.
-    cache: what it decodes from, with the prompt in it.
-    longest: columns at which generation ends at the latest, the prompt's included.
+    cache: with the prompt; longest: columns at which generation ends at the latest, the prompt's included.
     """
 
     def __init__(self, model: PreTrainedModel, cache: Cache, longest: int) -> None:
@@ -108,10 +104,7 @@ class _NextStep(StoppingCriteria):
         return input_ids.new_zeros(len(input_ids), dtype=torch.bool)
 
     def among(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
-        """The criteria and this one, which is first if the others are transformers' own: the GPU waits for none then.
-
-        A user's criterion may change the tokens or look at the cache; the next step begins after it.
-        """
+        """The criteria with this one: first beside transformers' own, else last, as a user's may read the cache."""
         own = all(type(criterion).__module__.startswith("transformers.") for criterion in criteria)
         return StoppingCriteriaList([self, *criteria] if own else [*criteria, self])
 
@@ -125,10 +118,7 @@ def graph_decoding(
 ) -> GenerateOutput | Tensor:
     """Greedy decoding and sampling for `model.generate(custom_generate=graph_decoding)`; beams run as usual.
 
-    transformers hands no streamer, no assistant and no tokenizer to a `custom_generate`; `CompressedCache.generate`
-    takes them.
-
-    Raises ValueError for assisted decoding.
+    Only `CompressedCache.generate` takes streamers, assistants and tokenizers. Raises ValueError for assisted decoding.
     """
     mode: Any = type(model)  # the modes of generate() are methods of its class, without a public name
     if generation_config.num_beams > 1:
@@ -147,10 +137,7 @@ def graph_decoding(
 
 
 def generate(cache: Cache, model: PreTrainedModel, **kwargs: object) -> GenerateOutput | Tensor:
-    """What model.generate(past_key_values=cache, **kwargs) returns; see `CompressedCache.generate`.
-
-    Raises ValueError for ids of which the cache holds as many already.
-    """
+    """See `CompressedCache.generate`. Raises ValueError for ids of which the cache holds as many already."""
     ids, held = kwargs.get("input_ids", kwargs.get("inputs")), cache.get_seq_length()
     if isinstance(ids, Tensor) and held and ids.shape[-1] <= held:
         raise ValueError(

@@ -19,30 +19,25 @@ def capturable(cache: Cache) -> bool:
     return getattr(cache, "capturable", False)
 
 
-def stores(cache: Cache) -> list[Store | None]:
-    """What the compressed layers of a cache hold, None before the prompt."""
-    return [layer.store for layer in cache.layers if isinstance(layer, CompressedLayer)]
+def stores(cache: Cache) -> list[Store]:
+    """What the compressed layers of a cache hold; nothing before the prompt."""
+    found = (layer.store for layer in cache.layers if isinstance(layer, CompressedLayer))
+    return [store for store in found if store is not None]
 
 
 def retractable(cache: Cache) -> bool:
     """Whether a replayed step can be taken back: it adds no attention to scores by which layers evict."""
-    return all(store is not None and store.eviction is None for store in stores(cache))
+    return all(store.eviction is None for store in stores(cache))
 
 
 def retract(cache: Cache) -> None:
     """Forget the token of a replayed step that `CompressedCache.advance` has not counted; its slot is free again."""
     for store in stores(cache):
-        assert store is not None
         store.seen_dev -= 1
 
 
 class DecodeLoop:
-    """Feeds a cache one token per row and step.
-
-    model: PreTrainedModel.
-    cache: Cache: holds the prompt.
-    positions: int [B, 1]: position of each row's next token.
-    """
+    """Feeds a cache, which holds the prompt, one token per row and step; positions: int [B, 1] of each next token."""
 
     def __init__(self, model: PreTrainedModel, cache: Cache, positions: Tensor) -> None:
         self.model, self.cache, self.positions = model, cache, positions.clone()
@@ -57,9 +52,7 @@ class DecodeLoop:
 
     @torch.no_grad()
     def step(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits [B, vocabulary] after tokens [B, 1].
-
-        mask: bool [B, columns, these tokens' included] or None, default None: False marks padding.
+        """Logits [B, vocabulary] after tokens [B, 1]; mask: bool [B, columns, these tokens' included], False = padding.
 
         Once captured, the logits lie in memory that the next step overwrites. A step that was begun takes the tokens
         that it was begun with.
@@ -145,23 +138,16 @@ class DecodeLoop:
 
 @dataclass
 class KeptSteps:
-    """Captured steps that a cache keeps from one call of generate() to the next, through reset().
+    """Captured steps that a cache keeps from one call of generate() to the next, through reset()."""
 
-    loop: the loop whose step was captured, None = none yet
-    key: of `step_key` when it was captured
-    """
-
-    loop: DecodeLoop | None = None
-    key: tuple[object, ...] = ()
+    loop: DecodeLoop | None = None  # the loop whose step was captured, None = none yet
+    key: tuple[object, ...] = ()  # of `step_key` when it was captured
 
     def __reduce__(self) -> tuple[type[KeptSteps], tuple[()]]:  # a copy of a cache lies at other addresses
         return KeptSteps, ()
 
 
 def step_key(model: PreTrainedModel, addresses: tuple[object, ...]) -> tuple[object, ...]:
-    """Equal at two moments if a step captured at one can be replayed at the other.
-
-    addresses: those of the cache.
-    """
+    """Equal at two moments if a step captured at one can be replayed at the other; addresses: those of the cache."""
     weights = (tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
     return id(model), model.training, model.config._attn_implementation, *weights, *addresses

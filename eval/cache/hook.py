@@ -4,8 +4,6 @@
 attention, plain key tensors go through SDPA, or through plain PyTorch where the model's softmax is not plain.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -33,14 +31,10 @@ def attention(
 ) -> tuple[Tensor, None]:
     """The attention function of the implementation "leank".
 
-    module: the model's attention layer
-    query: [B, Hq, Q, D]
+    query: [B, Hq, Q, D]; value: [B, H, T, D]
     key: [B, H, T, D], or a cache layer that attends by itself, such as a CompressedLayer
-    value: [B, H, T, D]
     attention_mask: [B, T] padding mask, or a mask that SDPA takes, None = causal
-    scaling: factor of the logits, None = 1 / sqrt(D)
-    dropout: share of weights that become zero
-
+    scaling: factor of the logits, None = 1 / sqrt(D); dropout: share of weights that become zero
     Returns ([B, Q, Hq, D], None). Raises ValueError for a kind of attention that is not implemented.
     """
     softmax = Softmax.of(getattr(module, "layer_idx", "?"), kwargs)

@@ -5,8 +5,6 @@ eval.cache.hook then calls `attend()`. The first call is the whole prompt (or th
 is attended densely, then sealed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from leank.data_gen.amount import amount
 from leank.eval.cache.attention import dense
@@ -31,11 +29,8 @@ from leank.eval.cache.storage.upload import capturing
 class CompressedLayer(DynamicLayer):
     """The three parts sink | middle | window of one attention layer (LeanK, section 3.3).
 
-    middle: how the middle is kept
-    sizes: sink, window and flush, in tokens
+    middle: how the middle is kept; sizes: sink, window and flush, in tokens
     choice: chooses the backend when the first query comes after the prompt
-
-    Attributes:
     store: what a sealed layer holds, None before; until then the prompt lies in `keys` and `values`
     """
 
@@ -73,10 +68,7 @@ class CompressedLayer(DynamicLayer):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def expect(self, tokens: int) -> None:
-        """Announce a prompt of `tokens` columns that comes in several calls; it is sealed after the last of them.
-
-        Raises ValueError unless `tokens` is a positive integer, RuntimeError once a prompt has begun.
-        """
+        """See `CompressedCache.expect`."""
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
             raise ValueError(f"expect({tokens!r}): give the number of tokens in the whole prompt, at least 1")
         if self._columns:
@@ -97,10 +89,7 @@ class CompressedLayer(DynamicLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Any, Tensor]:
-        """Append new tokens [B, H, n, D]; returns (the layer, values) for the attention function.
-
-        Raises ValueError for another number of rows than the layer holds, or more tokens than were announced.
-        """
+        """Append new tokens [B, H, n, D]; returns (the layer, values). Raises ValueError for other rows or too many."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         key_states, value_states = key_states.to(self.dtype), value_states.to(self.dtype)
@@ -136,10 +125,8 @@ class CompressedLayer(DynamicLayer):
         Several tokens after the prompt, such as a later turn, give what they give one by one: each query reads the
         tokens whole that are in the window when it comes, and through the middle those that have left it by then.
 
-        q: [B, Hq, Q, D]
+        q: [B, Hq, Q, D]; scaling: factor of the logits, None = 1 / sqrt(D)
         padding_mask: [B, >= columns] bool or 0/1, False = padding, None = no padding
-        scaling: factor of the logits, None = 1 / sqrt(D)
-
         Returns [B, Q, Hq, D]. Raises ValueError unless the mask is 2-D and covers every column.
         """
         real = None if padding_mask is None else self._real_of(padding_mask)
@@ -203,7 +190,6 @@ class CompressedLayer(DynamicLayer):
         """Take a whole prompt that was attended elsewhere; the parameters but the last are those of `Store`.
 
         columns: length of the prompt, padding included, where the layer is given fewer of its tokens; None = T
-
         Raises RuntimeError if the layer already holds tokens.
         """
         if self._columns:
@@ -267,17 +253,11 @@ class CompressedLayer(DynamicLayer):
         self._kept = kept
 
     def activate_past_recording(self) -> None:
-        """Let tokens wait in the window until crop() is called, so that any can be taken back (assisted decoding).
-
-        reset() ends the recording, and so does CompressedCache after the last crop().
-        """
+        """Let tokens wait in the window until crop() is called; see `CompressedCache.activate_past_recording`."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last -tokens_to_remove tokens, then move tokens that are due out of the window.
-
-        Raises ValueError for a positive number, or if tokens would be needed that have been compressed.
-        """
+        """Take back the last -tokens_to_remove tokens. Raises ValueError where one has been compressed."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
         remove = -int(tokens_to_remove)  # some callers hand over a tensor
@@ -294,10 +274,7 @@ class CompressedLayer(DynamicLayer):
             self._settle()
 
     def advance(self, tokens: int) -> None:
-        """Count `tokens` that a replayed CUDA graph appended and attended, then move tokens that are due.
-
-        Raises RuntimeError before the prompt is sealed.
-        """
+        """Count `tokens` of a replayed CUDA graph, and move those due. Raises RuntimeError before the prompt."""
         store = self.store
         if store is None:
             raise RuntimeError("advance() follows a captured decoding step; the prompt must come first")
@@ -384,13 +361,11 @@ class PromptRoom:
 
 
 def pieces(store: Store, new: int) -> Iterator[slice]:
-    """Columns that can be appended and attended at once, so that each token finds what it would if all came singly.
+    """Pieces of `new` columns to append and attend at once, so that each token finds what it would if all came singly.
 
     A piece ends where the window of a row is full, so that its oldest tokens move before the next one comes. Where
     what a layer evicts depends on single steps, every token is a piece. The caller appends a piece, attends and flushes
     before it takes the next one.
-
-    new: columns that have come, padding included
     """
     single, first = store.eviction is not None and store.eviction.every_step, 0
     while first < new:
@@ -398,3 +373,39 @@ def pieces(store: Store, new: int) -> Iterator[slice]:
         last = first + (1 if single else max(1, free))
         yield slice(first, min(new, last))
         first = last
+
+
+class StateLayer(LinearAttentionLayer):
+    """The layer of transformers, in a cache that serves one batch after another and whose rows can be repeated."""
+
+    @property
+    def states(self) -> list[Tensor]:
+        """All tensors held."""
+        return [x for x in (*self.conv_states.values(), *self.recurrent_states.values()) if x is not None]
+
+    def reset(self) -> None:
+        """Make the layer new, for a batch of any size."""
+        self.__init__(self.number_of_states)  # type: ignore[misc]
+
+    def _rows(self) -> Tensor:
+        return torch.arange(len(self.states[0]) if self.states else 0)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        self.reorder_cache(self._rows().repeat_interleave(repeats))  # type: ignore[arg-type]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows that `indices`, numbers or bool, select."""
+        rows = self._rows()
+        self.reorder_cache(rows[indices.to(rows.device)])  # type: ignore[arg-type]
+
+    def activate_past_recording(self) -> Never:
+        """Raise ValueError: assisted decoding takes tokens back, and a state has no tokens."""
+        raise ValueError(
+            "assisted decoding takes tokens back, and the linear attention of this model cannot; call generate() "
+            "without an assistant"
+        )
+
+    def crop(self, tokens_to_remove: int) -> Never:
+        """Raise ValueError; see `activate_past_recording`."""
+        self.activate_past_recording()

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leank.eval.cache.layer import CompressedLayer
-from leank.eval.cache.state_layer import StateLayer
+from leank.eval.cache.layer import CompressedLayer, StateLayer
 from leank.eval.cache.storage.channels import MaskLike, layer_masks
 from leank.eval.cache.storage.codecs import PageCodec
 from leank.eval.cache.storage.segment import PAGE, round_up
@@ -122,12 +121,8 @@ def bytes_per_row(
 ) -> int:
     """Bytes of one sequence in a sealed cache: spare room of pages and window is counted, tables are not.
 
-    mask: as in `compressed_cache`
-    context: tokens of the prompt
-    dtype: of the model
-    sizes: None = the defaults of `Sizes`
+    mask: as in `compressed_cache`; context: tokens of the prompt; sizes: None = the defaults of `Sizes`
     bits: how the middle is packed, None = as the mask says, or in the model's dtype
-
     Raises ValueError for bits beside those of a mask.
     """
     if isinstance(mask, str | os.PathLike):
@@ -155,8 +150,5 @@ def max_batch(
     sizes: Sizes | None = None,
     bits: PageCodec | None = None,
 ) -> int:
-    """The largest batch whose caches fit into `free_bytes`; the other parameters are those of `bytes_per_row`.
-
-    free_bytes: GPU memory less weights and work space
-    """
+    """The largest batch whose caches fit into `free_bytes`, weights taken off; see `bytes_per_row`."""
     return free_bytes // bytes_per_row(mask, context, dtype, sizes, bits)

@@ -4,8 +4,6 @@ The file holds no code and nothing is unpickled. `CompressedCache.save` and `loa
 are checked, not only its digest: a kernel reads wherever they point.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -21,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
-from leank.data_gen.request import LONGEST
+from leank.data_gen.task import LONGEST
 from leank.eval.cache.layer import CompressedLayer
 from leank.eval.cache.storage.banded import Banded, codecs
 from leank.eval.cache.storage.channels import KeptChannels
@@ -46,19 +44,14 @@ SEGMENTS = ("prompt", "tail")
 
 @dataclass(frozen=True)
 class Header(Checked):
-    """What a file says beside its tensors.
+    """What a file says beside its tensors."""
 
-    model, mask: digests
-    sizes: of every compressed layer
-    columns: of the prompt and of what followed, padding included
-    packing: of each layer, bits and group of a packed middle; None = it is in the model's dtype, or in the bits of its
-        tensors key_bits and value_bits
-    """
-
-    model: str
+    model: str  # model, mask: digests
     mask: str
-    sizes: Sizes
-    columns: Annotated[int, Ge(1), Le(LONGEST)]
+    sizes: Sizes  # of every compressed layer
+    columns: Annotated[int, Ge(1), Le(LONGEST)]  # of the prompt and of what followed, padding included
+    # of each layer, bits and group of a packed middle; None = it is in the model's dtype, or in the bits of its tensors
+    # key_bits and value_bits
     packing: Sequence[Sequence[int] | None]
 
 
@@ -80,10 +73,7 @@ def mask_digest(masks: Mapping[int, Tensor | None]) -> str:
 
 
 def save(path: str | os.PathLike[str], layers: Sequence[Any], model: PreTrainedModel) -> None:
-    """Write the layers of a cache.
-
-    Raises ValueError for a cache without a whole prompt, or with a part that a file cannot hold.
-    """
+    """Write a cache's layers. Raises ValueError without a whole prompt, or with a part that a file cannot hold."""
     if not all(isinstance(layer, CacheLayerMixin) for layer in layers):
         raise ValueError("a cache of a model with linear attention cannot be saved: a file holds tokens, not states")
     held = [_compressed(layer) if isinstance(layer, CompressedLayer) else _sliding(layer) for layer in layers]
@@ -110,7 +100,6 @@ def _check_complete(layer: Any, there: bool) -> None:
 
 
 def _compressed(layer: CompressedLayer) -> dict[str, Tensor]:
-    """What a compressed layer holds, by name."""
     store, middle = layer.store, layer.middle
     _check_complete(layer, store is not None and not layer.waiting)
     assert store is not None
@@ -142,12 +131,9 @@ def _sliding(layer: Any) -> dict[str, Tensor]:
 
 
 class Saved:
-    """A file that `save` wrote, read and compared with its own digest.
+    """A file that `save` wrote, compared with its digest. Raises FileNotFoundError or DamagedFile.
 
-    middles: how each layer keeps its middle, for `compressed_cache`
-    compressed: the layers that are compressed
-
-    Raises FileNotFoundError or DamagedFile.
+    middles: how each layer keeps its middle, for `compressed_cache`; compressed: the layers that are compressed
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -34,13 +34,10 @@ def greedy(
 ) -> tuple[list[list[int]], int, list[int | None]]:
     """Answers of B rows, as model.generate(do_sample=False) gives them, without the end-of-text token.
 
-    logits: [B, vocabulary]: logits of the first token.
-    real: bool [B, T] or None: False marks padding of the prompt; None is no padding.
-    lengths: int [B]: real tokens of each prompt.
-    eos: end-of-text token ids.
-    max_new_tokens, min_new_tokens: int per row.
-    stopped: stopped(row, tokens) or None, default None: whether an answer is complete.
-
+    logits: [B, vocabulary] of the first token; lengths: int [B], real tokens of each prompt
+    real: bool [B, T], False = padding of the prompt, None = no padding
+    eos: end-of-text token ids; max_new_tokens, min_new_tokens: per row
+    stopped: stopped(row, tokens), whether an answer is complete
     Returns the tokens of each row, the number of decoding steps, and for each row the step at which its logits were NaN
     or infinite (0 is the first token), where its answer ends, or None.
     """
@@ -88,9 +85,7 @@ def _before(ends: set[int], answer: list[int]) -> list[int]:
 
 @torch.no_grad()
 def read(model: PreTrainedModel, cache: Cache, ids: Tensor, real: Tensor | None) -> Tensor:
-    """Feed ids [B, n] to a cache, with the result of one by one.
-
-    real: bool [B, all columns so far and these] or None: False marks padding; None is no padding.
+    """Feed ids [B, n] to a cache with the result of one by one; real: bool [B, all columns so far], None = no padding.
 
     Returns the decoder's hidden states after each token, [B, n, hidden].
     """

@@ -16,12 +16,9 @@ from leank.typed import shown
 
 @dataclass(frozen=True)
 class ModelConfig(backbone.ModelConfig):
-    """Settings of the model: those of training, and where it runs.
+    """Settings of the model: those of training, and where it runs."""
 
-    device: str, default "auto": a device of torch; "auto" is a GPU where there is one.
-    """
-
-    device: str = "auto"
+    device: str = "auto"  # a device of torch; "auto" is a GPU where there is one
 
     @property
     def label(self) -> str:
@@ -69,18 +66,12 @@ class ModelConfig(backbone.ModelConfig):
 
 
 def load_config(settings: ModelConfig) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Return the model's config and tokenizer, without weights.
-
-    Raises FileNotFoundError if there is no such model, ValueError for a folder with damaged files.
-    """
+    """Return the model's config and tokenizer, without weights. Raises FileNotFoundError, or ValueError if damaged."""
     return backbone.load_config(settings.name, dict(settings.overrides)), backbone.load_tokenizer(settings.name)
 
 
 def load_model(settings: ModelConfig) -> PreTrainedModel:
-    """The model, frozen, on its device.
-
-    Raises FileNotFoundError if there are no weights, and ValueError for a model without RoPE.
-    """
+    """The model, frozen, on its device. Raises FileNotFoundError without weights, ValueError without RoPE."""
     return backbone.load(
         settings.name, settings.dtype, settings.torch_device, chat=False, overrides=dict(settings.overrides)
     ).model

@@ -27,14 +27,10 @@ def received(
     """Attention that each key receives from the last n queries: sum over t of weights[t] softmax(scaling q_t K^T).
 
     It is causal and computed in float32 or wider.
-
-    queries: [B, Hq, >= n, D]: the last one is at the last key.
-    keys: [B, H, T, D].
-    weights: [n] or None, default None: a weight per query; None weighs every given query by 1.
-    real: bool [B, T] or None, default None: False marks padding, which neither gives nor receives attention.
-    scaling: float or None, default None: factor of q k^T; None is 1 / sqrt(D).
-    softmax: Softmax, default plain: the model's softmax.
-
+    queries: [B, Hq, >= n, D], the last one at the last key; keys: [B, H, T, D]
+    weights: [n], None = 1 for every given query
+    real: bool [B, T], False = padding, which neither gives nor receives attention; None = no padding
+    scaling: factor of q k^T, None = 1 / sqrt(D)
     Returns [B, Hq, T].
     """
     count = queries.shape[2] if weights is None else len(weights)
@@ -66,10 +62,7 @@ def received(
 
 
 def scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """The product scale * a b in float32 of half-precision a [B, H, n, D] and b [B, H, D, m].
-
-    `multiplies_half` says where it is available.
-    """
+    """The product scale * a b in float32 of half-precision a [B, H, n, D] and b, where `multiplies_half` says so."""
     out = a.new_empty(*a.shape[:3], b.shape[-1], dtype=torch.float32)
     flat = out.flatten(0, 1)  # as input, too, for otherwise it would be copied; beta = 0: it is not read
     torch.baddbmm(flat, a.flatten(0, 1), b.flatten(0, 1), torch.float32, beta=0, alpha=scale, out=flat)
@@ -89,15 +82,11 @@ def multiplies_half(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class Tiles(NamedTuple):
-    """How the kernel is launched.
+    """How the kernel is launched."""
 
-    keys, queries: of a tile
-    warps, stages: of a program
-    """
-
-    keys: int = 128
+    keys: int = 128  # keys, queries: of a tile
     queries: int = 64
-    warps: int = 4
+    warps: int = 4  # warps, stages: of a program
     stages: int = 4
 
 
@@ -117,10 +106,7 @@ def attend_and_sum(
 
     The attention kernel hands over each query's log-sum-exp, so that one more pass over the logits is all that the sums
     cost. Where Triton has no GPU, `received` does two passes; the interpreter is for tests of the kernel alone.
-
-    q, k, v, scaling, real, softmax: as for `dense.attend`
-    weights: [n] or None, default None: weights of the last n queries in the sums, each at least 0; None = all by 1
-
+    weights: [n], of the last n queries in the sums, each at least 0; None = all by 1. Others: see `dense.attend`
     Returns ([B, Q, Hq, D], [B, H, T] in float32 or wider).
     """
     reason = why_not(q.device, q.dtype, q.shape[-1], q.shape[1] // k.shape[1], interpret=False)
@@ -144,10 +130,7 @@ def column_sums(
 ) -> Tensor:
     """Sum over all queries t and the heads of the group of exp(scaling q_t K^T - lse_t); `received` is the slow form.
 
-    q, k, scaling, real: as for `dense.attend`
     lse: [B, Hq, Q] float32, log-sum-exp of each query over the real keys that it sees; inf where the query is padding
-    tiles: Tiles: how it is launched
-
     Returns [B, H, T] float32, zero in padding.
     """
     from leank.eval.inference.kernels.column_sums import sum_columns

@@ -17,13 +17,12 @@ from leank.eval.inference.observe import attend_and_sum
 
 
 class PromptLayer(DynamicLayer):
-    """All K and V of one layer, in a buffer made once; the layer computes its own exact attention.
+    """All K and V of one layer, in a buffer of `capacity` columns; the layer computes its own exact attention.
 
-    capacity: int: columns that the buffer has room for.
-    obs_queries: int, default 0: how many of the last queries to keep, as `queries` [B, Hq, n, D].
-    column_sums: bool or Tensor [n], default False: whether to add up the attention that each key receives from all
-      queries of the prompt and the query heads of its group, as `column_sums` [B, H, T], float32 or wider. A tensor has
-      the weights of the last n queries, which alone count then; such a prompt comes in one piece.
+    obs_queries: how many of the last queries to keep, as `queries` [B, Hq, n, D]
+    column_sums: whether to add up the attention that each key receives from all queries of the prompt and the heads of
+      its group, as `column_sums` [B, H, T], float32 or wider. A tensor has the weights of the last n queries, which
+      alone count then; such a prompt comes in one piece.
 
     If `kept` is set, the column axis of keys, values and queries covers only these prompt columns: [B, T'], ascending,
     with -1 for padding on the left. get_seq_length() counts the dropped columns too.
@@ -54,10 +53,7 @@ class PromptLayer(DynamicLayer):
         self.capacity -= self._dropped
 
     def real(self, mask: Tensor | None) -> Tensor | None:
-        """Which of the held columns are real, bool [B, held columns]; None if all are.
-
-        mask: bool or 0/1 [B, >= get_seq_length()] or None: the same of all columns, the dropped ones included.
-        """
+        """Which held columns are real, bool [B, held], None if all; mask: of all columns, the dropped ones included."""
         if self.kept is None:
             return None if mask is None else mask[:, : self._columns].bool()
         if mask is None and not self._padded:
@@ -68,10 +64,7 @@ class PromptLayer(DynamicLayer):
         return torch.cat([there, after], 1)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Any, Tensor]:
-        """Append k, v [B, H, n, D]. Returns (the layer, v) for the attention function.
-
-        Raises ValueError if they exceed the capacity.
-        """
+        """Append k, v [B, H, n, D]; returns (the layer, v). Raises ValueError if they exceed the capacity."""
         if self._buffer is None:
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
             shape = (*key_states.shape[:2], self.capacity, key_states.shape[3])
@@ -128,26 +121,19 @@ class PromptLayer(DynamicLayer):
 
 @dataclass
 class Prefill:
-    """What a pass over B left-padded prompts of T columns leaves for the methods.
+    """What a pass over B left-padded prompts of T columns leaves for the methods."""
 
-    layers: list: a PromptLayer each, or transformers' own layer where the model has sliding-window attention.
-    real: bool [B, T] or None: False marks padding; None is no padding.
-    logits: [B, vocabulary]: logits of the next token.
-    columns: int: T.
-    selected: list or None, default None: for each layer the tokens that the current method keeps, sink and window
-      included: bool [B, H, columns of the layer], None if all stay.
-    selected_at: list or None, default None: for each row the layer above which a pass dropped tokens, where the pass
-      looks for that layer itself; -1 if it found none.
-    given: list or None, default None: for each row the real tokens of its prompt, where a pass may have left some out
-      in every layer.
-    """
-
-    layers: list[Any]
-    real: Tensor | None
-    logits: Tensor
-    columns: int
+    layers: list[Any]  # a PromptLayer each, or transformers' own layer where the model has sliding-window attention
+    real: Tensor | None  # bool [B, T] or None: False marks padding; None is no padding
+    logits: Tensor  # [B, vocabulary]: logits of the next token
+    columns: int  # T
+    # for each layer the tokens that the current method keeps, sink and window included: bool [B, H, columns of the
+    # layer], None if all stay
     selected: list[Tensor | None] | None = None
+    # for each row the layer above which a pass dropped tokens, where the pass looks for that layer itself; -1 if it
+    # found none
     selected_at: list[int] | None = None
+    # for each row the real tokens of its prompt, where a pass may have left some out in every layer
     given: list[int] | None = None
 
     @property
@@ -164,10 +150,7 @@ class Prefill:
         )
 
     def bytes(self) -> list[int]:
-        """Bytes of each prompt's K and V, without padding and the room for new tokens.
-
-        Where a pass drops tokens in some rows alone, the others fill up with padding, which is no row's.
-        """
+        """Bytes of each prompt's K and V, without padding (also where others were dropped) and room for new tokens."""
         found = torch.zeros(len(self.logits), dtype=torch.long)
         for layer in self.layers:
             columns = (layer.keys.nbytes + layer.values.nbytes) // layer.keys[:, 0, :, 0].numel()  # bytes of one
@@ -190,16 +173,11 @@ def prefill(
     chunk: int | None = None,
     column_sums: bool | Tensor = False,
 ) -> Prefill:
-    """Full attention over prompts.
+    """Full attention over left-padded prompts [B, T], with `room` columns left for what follows.
 
     The model is switched to the attention implementation "leank", which is SDPA for every other cache.
-
-    ids: [B, T]: left-padded prompts.
-    real: bool [B, T] or None: False marks padding; None is no padding.
-    room: int: columns to leave for what follows the prompt.
-    obs_queries, column_sums: see PromptLayer.
-    chunk: int or None, default None: columns computed at a time; None computes all at once.
-
+    real: bool [B, T], False = padding, None = no padding
+    obs_queries, column_sums: see PromptLayer; chunk: columns computed at a time, None = all at once
     Raises ValueError for a model with layers that hold no K and V.
     """
     config = model.config.get_text_config(decoder=True)
@@ -224,12 +202,9 @@ def prefill(
 
 @torch.no_grad()
 def extend(model: PreTrainedModel, cache: Cache, ids: Tensor, real: Tensor | None, chunk: int | None = None) -> Tensor:
-    """Feed ids [B, n] to a cache.
+    """Feed ids [B, n] to a cache; returns the last logits [B, vocabulary].
 
-    real: bool [B, all columns so far and these] or None: False marks padding; None is no padding.
-    chunk: int or None, default None: columns computed at a time; None computes all at once.
-
-    Returns the last logits [B, vocabulary].
+    real: bool [B, all columns so far and these], None = no padding; chunk: columns computed at a time, None = all
     """
     before, new = cache.get_seq_length(), ids.shape[1]
     positions = positions_of(ids, real, before)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from transformers import PreTrainedTokenizerBase
 
 from leank.data_gen.chat import rendered
-from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.base import Row
 
 MARK = "the reply stands here"
 SPECIALS = ("text", "as_is")
@@ -20,17 +20,11 @@ log = logging.getLogger("eval")
 
 @dataclass(frozen=True)
 class Prompt:
-    """The tokens that the model reads.
+    """The tokens that the model reads."""
 
-    ids: int: every token up to the reply.
-    question: int: index of the first token that belongs to the question.
-    specials: "text", "as_is" or None, default None: how names of special tokens in the sample's own text were read;
-      None if it has none.
-    """
-
-    ids: list[int]
-    question: int
-    specials: str | None = None
+    ids: list[int]  # every token up to the reply
+    question: int  # index of the first token that belongs to the question
+    specials: str | None = None  # how names of special tokens in the sample's own text were read; None if it has none
 
 
 def uses_chat(tokenizer: PreTrainedTokenizerBase, row: Row, chat: bool | None) -> bool:
@@ -47,9 +41,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, row: Row, chat: bool | None = Non
     The text is encoded as a whole. The question begins with the first token that starts at or after the context's end.
     An end-of-text token that the tokenizer puts behind every text is left out: the reply is still to come.
 
-    chat: bool or None, default None: whether to use the chat template; None does if there is one.
-    specials: "text" or "as_is", default "text": what the name of a special token (such as </s>) in the sample's own
-      text becomes: its letters, or the special token. Those of the chat template are always special tokens.
+    chat: whether to use the chat template, None = if there is one
+    specials: what the name of a special token (such as </s>) in the sample's own text becomes: its letters ("text"), or
+      the special token ("as_is"). Those of the chat template are always special tokens.
     """
     chatting = uses_chat(tokenizer, row, chat)
     if chatting:
@@ -137,10 +131,7 @@ def _piece(tokenizer: PreTrainedTokenizerBase, text: str, names: set[str], add: 
 
 
 def _own(tokenizer: PreTrainedTokenizerBase, row: Row, text: str) -> list[Span] | None:
-    """Where the sample's own text lies in the template's text.
-
-    Returns None if the template changes the messages, or if pieces are encoded differently from the whole.
-    """
+    """Where the sample's own text lies in the template's; None if it or the tokens of its pieces are changed there."""
     contents = [message["content"] for message in row.messages()]
     marks = [f"message {n} of {len(contents)} here" for n in range(len(contents))]
     marked = [{**message, "content": mark} for message, mark in zip(row.messages(), marks, strict=True)]
@@ -196,11 +187,8 @@ def encode_turns(
 
     A later turn is encoded on its own, as in a conversation whose cache holds tokens and no text. Without a chat
     template an answer ends with the end-of-text token, as a reply of `generate()` does.
-
-    rows: the turns, which share a context.
-    one_cache: whether a turn follows the turns before it and their true answers, or the context alone.
-    chat, specials: see eval.inference.prompts.encode.
-
+    rows: the turns, which share a context; chat, specials: see `encode`
+    one_cache: whether a turn follows the turns before it and their true answers, or the context alone
     Raises ValueError if turns cannot share the context's cache, or if the chat template drops earlier replies.
     """
     first = encode(tokenizer, rows[0], chat, specials)

@@ -25,13 +25,10 @@ __all__ = [
 
 
 def build_method(label: str, config: object = None, shared: object = None) -> Method:
-    """The method called `label`.
+    """The method called `label`. Raises ValueError naming the setting at fault.
 
-    config: mapping, default empty: for each axis {"name": ..., its settings}, and the cache settings (sink, window,
-    flush, backend) in which the method differs from `shared`. Without an axis it is the dense cache.
-    shared: mapping, default empty: the cache settings of all methods.
-
-    Raises ValueError naming the setting at fault.
+    config: for each axis {"name": ..., its settings}, and the cache settings (sink, window, flush, backend) in which it
+      differs from `shared`, those of all methods. Without an axis it is the dense cache.
     """
     where = f"method.{label}"
     config = {} if config is None else group(config, where)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from leank.channel_scores import pruned
-from leank.data_gen.sample import Sample
+from leank.data_gen.task import Sample
 from leank.eval.cache.storage import codecs, middle
 from leank.eval.cache.storage.eviction import Eviction
 from leank.eval.cache.storage.sizes import Sizes
@@ -29,8 +29,7 @@ Observe = Callable[[Sample, int], Prefill]  # (a sample, obs_queries) -> its den
 class Held:
     """What every KV head holds of one prompt, counted in tokens and channels; its bytes are eval.methods.memory's.
 
-    ends: int [L, H]: tokens in sink and window, which are whole.
-    middle: int [L, H]: tokens in the middle.
+    ends, middle: int [L, H]: tokens in sink and window, which are whole, and in the middle.
     k, v: int [L, H]: channels of the middle's K and V.
     dim: int: head_dim.
     itemsize: int, bytes: size of a number that is not packed.
@@ -87,10 +86,7 @@ Choice = TypeVar("Choice", bound=Axis)
 
 
 def method(name: str) -> Callable[[type[Choice]], type[Choice]]:
-    """Return the decorator of a choice's class that gives it its name in configurations.
-
-    name: str: that of its file, eval/methods/<axis>/<name>.py; the axis is that of its base class.
-    """
+    """Return the decorator that gives a choice's class its file's name, eval/methods/<axis>/<name>.py."""
 
     def decorate(kind: type[Choice]) -> type[Choice]:
         kind.registered = name
@@ -104,10 +100,7 @@ class Channels(Axis, ABC):
 
     @abstractmethod
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
-        """Kept channels of K: bool [L, H, D] for all rows, or [B, L, H, D].
-
-        `prefill.selected` says which tokens the method keeps, where it does not keep all.
-        """
+        """Kept channels of K: bool [L, H, D], or [B, L, H, D]; `prefill.selected` says which tokens are kept."""
 
     def keep_value_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor | None:
         """Kept channels of V, in the shape of `keep_mask`; None if all stay."""
@@ -122,10 +115,7 @@ class Channels(Axis, ABC):
         return None
 
     def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """How many channels of K and of V each head keeps of a prompt of `length` tokens, each [L, H].
-
-        Returns None if the counts depend on the prompt.
-        """
+        """How many channels of K and of V each head keeps, each [L, H]; None if they depend on the prompt."""
         return None
 
 
@@ -145,10 +135,7 @@ class Tokens(Axis, ABC):
 
     @abstractmethod
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig, sizes: Sizes) -> list[Tensor | None]:
-        """For each layer, the prompt's tokens that stay: bool [B, H, T] over its columns, None if all stay.
-
-        Sink and window stay whatever this says. Layers with sliding-window attention get None.
-        """
+        """For each layer, tokens that stay: bool [B, H, T], None if all, or for sliding windows; the ends always do."""
 
     def joins(self, config: PreTrainedConfig) -> Tensor | None:
         """Whether tokens that leave the window while decoding join the middle: bool [L, H], None if all do."""
@@ -162,7 +149,6 @@ class Tokens(Axis, ABC):
         """How many tokens of a prompt's middle each head keeps [L, H]; a shorter middle is kept whole.
 
         columns: tokens that each layer gets of the prompt.
-
         Returns None if the counts depend on the prompt, and means over the heads where `settled` is false.
         """
         return None
@@ -203,8 +189,5 @@ class PromptPass(Axis, ABC):
         """Run the pass; parameters and result are those of eval.inference.prefill.prefill."""
 
     def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[list[int], list[int]] | None:
-        """How many of a prompt's `length` tokens each layer gets, at least and at most.
-
-        Returns None if nothing is known beforehand.
-        """
+        """How many of a prompt's `length` tokens each layer gets, at least and at most; None if unknown."""
         return None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
+from leank.errors import naming
 from leank.eval.cache import CompressedCache, CompressedLayer, Sizes, compressed_cache
 from leank.eval.cache.storage import banded
 from leank.eval.cache.storage.codecs import Codec
@@ -30,8 +31,7 @@ class Method(Checked):
 
     label: str: its name in the tables.
     channels, tokens, bits, reads, prefill: a choice on that axis, default None: all of the middle is kept as it is.
-    sink: int, tokens, default 128: first tokens that are kept whole.
-    window: int, tokens, default 1024: last tokens that are kept whole.
+    sink, window: int, tokens, default 128 and 1024: first and last tokens that are kept whole.
     flush: int, tokens, default 32: how many tokens leave the window at a time.
     backend: "auto", "torch" or "triton", default "auto": see eval.cache.compressed_cache.
     matched: mapping or None: which settings `match` moved (eval.run.build), and to what bytes.
@@ -59,10 +59,8 @@ class Method(Checked):
                 "prefill that drops tokens does not give; leave out prefill, or choose tokens by snapkv"
             )
         for choice in self.axes.values():
-            try:
+            with naming(f"method.{self.label}"):
                 choice.check_sizes(Sizes(self.sink, self.window, self.flush))
-            except ValueError as error:
-                raise ValueError(f"method.{self.label}: {error}") from error
 
     @property
     def axes(self) -> dict[str, Axis]:
@@ -80,10 +78,7 @@ class Method(Checked):
         return any(choice.column_sums for choice in self.axes.values())
 
     def layout(self) -> Precision | None:
-        """The bits of each channel that its mask brings, None if it brings none.
-
-        Raises ValueError beside a choice of bits, and if `flush` is not of whole groups.
-        """
+        """The bits per channel of its mask, or None. Raises ValueError beside bits, and if flush splits groups."""
         found = None if self.channels is None else self.channels.precision()
         if found is not None:
             if self.bits is not None:
@@ -91,10 +86,8 @@ class Method(Checked):
                     f"method.{self.label}: its mask has bits per channel, and method.{self.label}.bits="
                     f"{name_of(self.bits)} would store them otherwise; leave out one of the two"
                 )
-            try:
+            with naming(f"method.{self.label}"):
                 banded.check_flush(self.flush)
-            except ValueError as error:
-                raise ValueError(f"method.{self.label}: {error}") from error
         return found
 
     def config(self) -> dict[str, Any]:
@@ -116,8 +109,7 @@ class Method(Checked):
     ) -> Prefill:
         """The pass over the prompts from which `cache` is built: this method's own, or the dense one.
 
-        ids, real, room, chunk: see eval.inference.prefill.prefill.
-        obs_queries: int, default 0: last queries that other methods on this pass need; the method's own are added.
+        obs_queries: last queries that other methods on this pass need, too; others: see eval.inference.prefill.prefill.
         """
         queries = max(self.obs_queries, obs_queries)
         if self.prefill is None:
@@ -125,10 +117,7 @@ class Method(Checked):
         return self.prefill.run(model, ids, real, room, queries, chunk)
 
     def cache(self, model: PreTrainedModel, prefill: Prefill) -> Cache:
-        """The cache with the prompts in it, ready to decode.
-
-        prefill: what `run_prefill` of this method, or of one that shares its pass, returned.
-        """
+        """The cache with the prompts of its pass, or of one that it can share, in it, ready to decode."""
         if not self.axes or not any(isinstance(layer, PromptLayer) for layer in prefill.layers):
             return prefill.fork()
         return self.compressed(model, prefill)
@@ -152,7 +141,6 @@ class Method(Checked):
         return cache
 
     def _middles(self, prefill: Prefill, config: PreTrainedConfig, sizes: Sizes) -> list[Middle]:
-        """What the axes choose for the middle of each layer."""
         channels = None if self.channels is None else self.channels.keep_mask(prefill, config)
         values = None if self.channels is None else self.channels.keep_value_mask(prefill, config)
         means = None if self.channels is None else self.channels.mean_keys()

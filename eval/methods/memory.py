@@ -43,11 +43,7 @@ def held_bytes(method: Method, held: Held) -> float:
 def method_bytes(method: Method, config: PreTrainedConfig, length: int, itemsize: int) -> float | None:
     """Bytes held of a prompt of `length` tokens; None if they depend on the prompt and not on settings alone.
 
-    config: the model's.
-    length: int, tokens.
-    itemsize: int, bytes: size of a number.
-
-    Raises ValueError for settings that make no sense.
+    itemsize: bytes of a number. Raises ValueError for settings that make no sense.
     """
     layers, heads, dim = kv_shape(config)
     all_of_it, everywhere = [length] * layers, np.full((layers, heads), dim)
@@ -95,10 +91,7 @@ def _sliding_bytes(config: PreTrainedConfig, length: int, itemsize: int) -> int:
 
 
 def share_of_dense(method: Method, config: PreTrainedConfig, lengths: Sequence[int], itemsize: int) -> float:
-    """Bytes that a method holds of prompts of these lengths together, divided by those of the dense cache.
-
-    Raises ValueError if the bytes depend on the prompts themselves.
-    """
+    """Bytes of prompts of these lengths, over those of the dense cache. Raises ValueError if the prompts decide."""
     held = 0.0
     for length, count in Counter(lengths).items():
         one = method_bytes(method, config, length, itemsize)
@@ -122,12 +115,7 @@ def free_settings(method: Method) -> list[str]:
 
 
 def match(method: Method, share: float, config: PreTrainedConfig, lengths: Sequence[int], itemsize: int) -> Method:
-    """A copy of `method` whose free setting makes the prompts together take `share` of their dense bytes.
-
-    share: float in (0, 1].
-    config: the model's.
-    lengths: int, tokens: length of each prompt.
-    itemsize: int, bytes: size of a number.
+    """A copy of `method` whose free setting makes prompts of these lengths take `share` of their dense bytes.
 
     Raises ValueError, saying why, for a method that has no such setting or whose bytes stay further than 3% away.
     """

@@ -16,12 +16,10 @@ REGISTRY = {axis: [found.name for found in iter_modules([str(Path(__file__).pare
 
 
 def choice_class(axis: str, name: object, setting: str = "name") -> type[Axis]:
-    """Return the dataclass called `name`.
+    """Return the dataclass called `name` on one of `AXES`.
 
-    axis: one of `AXES`.
-    name: str: one of `REGISTRY[axis]`, or "module:class". The module is imported, so the name is trusted code.
-    setting: str: the dotted key that the name comes from, with which every error begins.
-
+    name: one of `REGISTRY[axis]`, or "module:class". The module is imported, so the name is trusted code.
+    setting: the dotted key that the name comes from, with which every error begins.
     Raises ValueError for a name that is unknown, cannot be imported, or is no dataclass that subclasses the axis.
     """
     if isinstance(name, str) and name in REGISTRY[axis]:
@@ -50,12 +48,9 @@ def _registered(module: str, name: str) -> type[Axis]:
 
 
 def choice(axis: str, config: object, where: str) -> Axis:
-    """Return the choice on one axis that `config` describes.
+    """Return the choice on one of `AXES` that `config`, {"name": ..., its settings}, describes; see `choice_class`.
 
-    axis: one of `AXES`.
-    config: {"name": ..., its settings}; see `choice_class` for the name.
     where: the dotted key of `config`, with which every error begins.
-
     Raises ValueError for anything but a mapping, an unknown name, or settings that the choice does not accept.
     """
     if not isinstance(config, Mapping):

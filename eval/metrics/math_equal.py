@@ -24,10 +24,9 @@ START_SECONDS = 300.0
 
 
 def equal(given: str, truth: str) -> bool:
-    """Whether the given answer equals the truth, asked of the worker of this process, started at the first call.
+    """Whether the given answer equals the truth, asked of this process's worker, started at the first call.
 
-    False where the comparison needs more than the worker's limits of CPU time and memory. Raises RuntimeError if the
-    worker does not start.
+    False beyond the worker's limits of CPU time and memory. Raises RuntimeError if the worker does not start.
     """
     return _worker().equal(given, truth)
 
@@ -97,10 +96,7 @@ def _ask(process: subprocess.Popen[str], line: str, seconds: float) -> str:
 
 
 def compare(given: str, truth: str) -> bool:
-    """Whether math_verify finds the given answer equal to the truth, in this process.
-
-    Raises MemoryError where it needs more memory than the process may have.
-    """
+    """Whether math_verify finds both equal, in this process. Raises MemoryError beyond the process's limit."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     if max(len(given), len(truth)) > MAX_EXPRESSION:

@@ -13,8 +13,6 @@ the papers print, verdicts on their claims first. Arguments like key=value are p
 python -m leank.eval.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys
@@ -59,10 +57,7 @@ def listing(paper: Sequence[str] = ()) -> str:
 
 
 def wanted(arguments: argparse.Namespace) -> tuple[list[Item], list[Item], tuple[str, ...]]:
-    """Return the items that are named one by one, all that are to be made, and the overrides of python -m leank.eval.
-
-    Raises ValueError for arguments that cannot be meant.
-    """
+    """Return the items named one by one, all to be made, and overrides of leank.eval. Raises ValueError for others."""
     overrides = tuple(one for one in arguments.items if "=" in one)
     if of_hydra := [one for one in overrides if one.lstrip("+~").startswith("hydra")]:
         raise ValueError(f"{of_hydra[0]} is a setting of Hydra, which does not run here; the folder is --out")

@@ -4,8 +4,6 @@ conf/papers has one YAML file a paper. Under `steps` it names the command lines 
 it lists every figure and table of the paper.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 import shlex
@@ -37,16 +35,11 @@ class Data(BaseModel):
 
 
 class Step(Data):
-    """A command line. `python -m leank.eval.papers` runs replays and analyses; others are shown, such as training.
+    """A command line. `python -m leank.eval.papers` runs replays and analyses; others are shown, such as training."""
 
-    run: what follows `python -m`; OUT in it is a folder.
-    quick: what `--quick` adds to it.
-    needs: what another command needs, such as "a GPU"; empty if a CPU will do.
-    """
-
-    run: str
-    quick: str = ""
-    needs: str = ""
+    run: str  # what follows `python -m`; OUT in it is a folder
+    quick: str = ""  # what `--quick` adds to it
+    needs: str = ""  # what another command needs, such as "a GPU"; empty if a CPU will do
 
     @property
     def words(self) -> list[str]:
@@ -64,11 +57,7 @@ class Step(Data):
         return self.replays or (self.words[0] == ANALYSIS and find_spec("scripts") is not None)
 
     def line(self, quick: bool = False, overrides: Iterable[str] = ()) -> tuple[str, ...]:
-        """Return the words that are run.
-
-        quick: whether few samples will do.
-        overrides: of python -m leank.eval; of an analysis they choose model and mask alone.
-        """
+        """Return the words that are run; of overrides of leank.eval an analysis takes model and mask alone."""
         short = [*(QUICK if "+experiment=papers/here" in self.words else ()), *shlex.split(self.quick)]
         added = [one for one in overrides if self.replays or one.startswith(("model", "mask"))]
         return (*self.words, *(short if quick else ()), *added)
@@ -77,48 +66,37 @@ class Step(Data):
 class Contrast(Data):
     """A check that compares two methods on the same samples, written in one of three forms.
 
-        leank - think_0.7 > -2                  points of score
-        |leank - think_0.7| < 2                 likewise, on either side
-        bytes of leank / dense < 0.5            or first_token, per_token: seconds
-
-    first, second: labels of methods.
-    measure: what is compared: the difference of scores, or the ratio of cache bytes or of seconds.
-    bound: a difference of scores lies above it, a ratio below it.
-    equal: whether the difference also lies below -`bound`, which is positive.
+    - leank - think_0.7 > -2: points of score
+    - |leank - think_0.7| < 2: likewise, on either side
+    - bytes of leank / dense < 0.5: or first_token, per_token (seconds)
     """
 
-    first: str
+    first: str  # first, second: labels of methods
     second: str
+    # what is compared: the difference of scores, or the ratio of cache bytes or of seconds
     measure: Literal["score", "bytes", "first_token", "per_token"] = "score"
-    bound: float = 0.0
-    equal: bool = False
+    bound: float = 0.0  # a difference of scores lies above it, a ratio below it
+    equal: bool = False  # whether the difference also lies below -`bound`, which is positive
 
 
 class Expect(Data):
-    """A check of the rows of an analysis: the mean of some values, or the difference of two such means.
+    """A check of the rows of an analysis: the mean of some values, or the difference of two such means."""
 
-    mean: what is averaged, in words.
-    of: which rows count, as pandas.DataFrame.query has it.
-    minus: rows whose mean is subtracted; None subtracts nothing.
-    by: columns that pair a row of `of` with one of `minus`, such as the layer; empty: the two means are independent.
-    over: columns whose values make a unit of the interval, such as the sample; rows of a unit count as their mean.
-        Empty: every row is a unit.
-    units: what a unit is, in words; fewer than ten decide nothing.
-    counted: whether the rows are all that there is, such as the heads of a published mask: a count, without interval.
-    above, below: what the mean, or the difference, lies above or below; one of them is given.
-    chosen: whether the bound is none of the paper's, which gives no number, but chosen here.
-    """
-
-    mean: str
-    of: str
-    minus: str | None = None
+    mean: str  # what is averaged, in words
+    of: str  # which rows count, as pandas.DataFrame.query has it
+    minus: str | None = None  # rows whose mean is subtracted; None subtracts nothing
+    # columns that pair a row of `of` with one of `minus`, such as the layer; empty: the two means are independent
     by: list[str] = []
+    # columns whose values make a unit of the interval, such as the sample; rows of a unit count as their mean. Empty:
+    # every row is a unit.
     over: list[str] = []
-    units: str = "samples"
+    units: str = "samples"  # what a unit is, in words; fewer than ten decide nothing
+    # whether the rows are all that there is, such as the heads of a published mask: a count, without interval
     counted: bool = False
+    # above, below: what the mean, or the difference, lies above or below; one of them is given
     above: float | None = None
     below: float | None = None
-    chosen: bool = False
+    chosen: bool = False  # whether the bound is none of the paper's, which gives no number, but chosen here
 
 
 def _step(given: object) -> object:
@@ -136,28 +114,19 @@ def _check(given: object) -> object:
 
 
 class Item(Data):
-    """A numbered figure or table of a paper.
+    """A numbered figure or table of a paper."""
 
-    id: "leank:fig7" or "think:table2".
-    shows: what it shows.
-    claim: what the paper concludes from it; empty for a drawing or a list.
-    here: how it is made on the shipped reference model; empty if it cannot be.
-    real: how it is made with the paper's models, settings and data; empty if it cannot be.
-    needs: the weights and data that `real` takes.
-    tables: numbers of the paper's tables in eval/published that stand beside the rows made here.
-    checks: the comparisons that decide on the claim.
-    note: what differs from the paper, or why it is not made here.
-    """
-
-    id: str
-    shows: str
-    claim: str = ""
+    id: str  # "leank:fig7" or "think:table2"
+    shows: str  # what it shows
+    claim: str = ""  # what the paper concludes from it; empty for a drawing or a list
+    # how it is made on the shipped reference model; empty if it cannot be
     here: list[Annotated[Step, BeforeValidator(_step)]] = []
+    # how it is made with the paper's models, settings and data; empty if it cannot be
     real: list[Annotated[Step, BeforeValidator(_step)]] = []
-    needs: str = ""
-    tables: list[str] = []
-    checks: list[Annotated[Contrast | Expect, BeforeValidator(_check)]] = []
-    note: str = ""
+    needs: str = ""  # the weights and data that `real` takes
+    tables: list[str] = []  # numbers of the paper's tables in eval/published that stand beside the rows made here
+    checks: list[Annotated[Contrast | Expect, BeforeValidator(_check)]] = []  # the comparisons that decide on the claim
+    note: str = ""  # what differs from the paper, or why it is not made here
 
     @property
     def paper(self) -> str:

@@ -1,7 +1,5 @@
 """Whether a paper's claim shows in the rows made here: a mean with its 95% interval, and one sentence."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,20 +29,13 @@ ALIKE = 0.95  # share of samples with equal scores from which a reader is told o
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the rows say of one comparison.
+    """What the rows say of one comparison."""
 
-    compared: what is compared, and the bound that the paper's claim puts on it.
-    figures: the mean, its interval and how many units they are of.
-    verdict: whether the claim shows.
-    why: why an undecided comparison is not decided.
-    remarks: what to know of a verdict beside its interval, such as that the methods hardly differ.
-    """
-
-    compared: str
-    figures: str
-    verdict: Verdict
-    why: str = ""
-    remarks: Sequence[str] = ()
+    compared: str  # what is compared, and the bound that the paper's claim puts on it
+    figures: str  # the mean, its interval and how many units they are of
+    verdict: Verdict  # whether the claim shows
+    why: str = ""  # why an undecided comparison is not decided
+    remarks: Sequence[str] = ()  # what to know of a verdict beside its interval, such as that the methods hardly differ
 
     @property
     def sentence(self) -> str:
@@ -61,8 +52,7 @@ class Judgement:
 def contrast(claim: Contrast, runs: Sequence[pd.DataFrame], alone: bool = True) -> Judgement | None:
     """Compare two methods sample by sample; tasks and lengths count alike. Seconds are compared batch by batch.
 
-    runs: of `report.groups.frame`, one for each run.
-    alone: whether one process made the rows; the seconds of processes that shared a machine decide nothing.
+    runs: of `report.groups.frame`; alone: whether one process made the rows, else seconds decide nothing
     Returns None where no sample has both.
     """
     name, scores = COLUMNS[claim.measure], claim.measure == "score"
@@ -139,7 +129,6 @@ def _rows(rows: pd.DataFrame, query: str | None) -> pd.DataFrame:
 
 
 def _units(rows: pd.DataFrame, over: Sequence[str]) -> Values:
-    """Return the mean of each unit's values."""
     values = rows.groupby(list(over), dropna=False)["value"].mean() if over and len(rows) else rows["value"]
     return values.to_numpy(float)
 
@@ -147,11 +136,7 @@ def _units(rows: pd.DataFrame, over: Sequence[str]) -> Values:
 def _decided(
     figures: Figures, bound: float, above: bool, count: int, few: int, units: str = "samples"
 ) -> tuple[Verdict, str]:
-    """Return the verdict, and why it is not decided.
-
-    above: whether the claim is that the figure lies above `bound`; else below.
-    few: how many samples, or other units of the interval, it takes to decide.
-    """
+    """Return whether a figure lies above (or below) `bound`, and why that is undecided; few: units it takes."""
     _, low, high = figures
     right, wrong = (low > bound, high < bound) if above else (high < bound, low > bound)
     if (right and count < few) or count < min(few, FEW):

@@ -4,8 +4,6 @@ Replays append their rows to OUT/rows, which all items share; an analysis has a 
 What is there is not made again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import subprocess
@@ -31,37 +29,24 @@ log = logging.getLogger("eval")
 
 @dataclass(frozen=True)
 class Made:
-    """An item with what its commands gave.
-
-    judgements: what every check comes to, of those on which something is there.
-    runs: numbers of the tables, a run for all rows that differ in the method alone.
-    pictures: of analyses.
-    failed: what its commands said that failed.
-    alone: whether no other process made rows, so that seconds are of a machine that was not shared.
-    """
+    """An item with what its commands gave."""
 
     item: Item
-    judgements: Sequence[Judgement] = ()
-    runs: Sequence[Run] = ()
-    pictures: Sequence[Path] = ()
-    failed: Sequence[str] = ()
-    alone: bool = True
+    judgements: Sequence[Judgement] = ()  # what every check comes to, of those on which something is there
+    runs: Sequence[Run] = ()  # numbers of the tables, a run for all rows that differ in the method alone
+    pictures: Sequence[Path] = ()  # of analyses
+    failed: Sequence[str] = ()  # what its commands said that failed
+    alone: bool = True  # whether no other process made rows, so that seconds are of a machine that was not shared
 
 
 @dataclass
 class Runner:
-    """Runs commands into a folder; items that share a command share what it gives.
+    """Runs commands into a folder; items that share a command share what it gives."""
 
-    out: the folder.
-    quick: whether few samples and short prompts will do.
-    real: whether the paper's models, settings and data are taken instead of the reference model.
-    overrides: of python -m leank.eval, after those of the item.
-    """
-
-    out: Path
-    quick: bool = False
-    real: bool = False
-    overrides: tuple[str, ...] = ()
+    out: Path  # the folder
+    quick: bool = False  # whether few samples and short prompts will do
+    real: bool = False  # whether the paper's models, settings and data are taken instead of the reference model
+    overrides: tuple[str, ...] = ()  # of python -m leank.eval, after those of the item
     _keys: dict[tuple[str, ...], list[Key]] = field(default_factory=dict)
     _failed: dict[tuple[str, ...], str] = field(default_factory=dict)
     _model: tuple[str, Any] = ("", None)

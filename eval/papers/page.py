@@ -1,7 +1,5 @@
 """One Markdown page of items: verdicts, then what was made of each beside the figures that the paper prints."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A table has `by`, what its columns are (task, length, op, subset, or the average
 table's `errata` say where that is not what its row gives.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """The report of a run, from its rows alone: summary.json, summary.md, tables.tex, cells.csv, plots, report.html."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,8 +25,7 @@ def write_report(directory: Path, columns: Sequence[str] = ()) -> None:
     """Compute the report of the rows in `directory`.
 
     columns: names of the methods that are compared with every other, in place of the learned masks.
-    Raises FileNotFoundError or ValueError if there are no rows, if one of them is damaged or of an old form, or if no
-    row is of a method in `columns`.
+    Raises FileNotFoundError or ValueError without rows, for a damaged one, and for an unknown method in `columns`.
     """
     if directory.is_file():
         raise ValueError(f"{directory} is a file; give the directory that holds it")

@@ -1,7 +1,5 @@
 """Compare what two methods answered, sample by sample: python -m leank.eval diff DIR dense leank."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +17,7 @@ from leank.stats import mean
 
 
 def table(pairs: pd.DataFrame, first: str, second: str) -> Table:
-    """Make a table of both scores by task and length, of what got worse or better, and of the paired difference.
-
-    pairs: of `groups.paired`.
-    """
+    """Tabulate both scores of `groups.paired` by task and length, what got worse or better, and the difference."""
     pairs = pairs.assign(
         difference=pairs["score_second"] - pairs["score_first"], kl_difference=pairs["kl_second"] - pairs["kl_first"]
     )
@@ -76,10 +71,8 @@ def to_markdown(found: Sequence[Reply]) -> str:
 
 
 def write_diff(directory: Path, first: str, second: str) -> tuple[Path, str]:
-    """Write diff_FIRST_SECOND.md and .html beside the rows.
+    """Write diff_FIRST_SECOND.md and .html of two methods beside the rows of a run.
 
-    directory: of a run.
-    first, second: names of two of its methods.
     Returns the page's path and the table in Markdown. Raises ValueError, naming the methods, if no sample has both.
     """
     if first == second:

@@ -1,7 +1,5 @@
 """Which rows belong together (those of one run, of one method, of one sample), and a run's rows as one DataFrame."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +12,7 @@ from leank.eval.rows.result_row import ResultRow, RowSettings, check_rows
 Variant = tuple[str, str]  # a method's label, and the digest of its settings
 SAMPLE = ["cell", "length", "task", "sample", "seed"]  # columns that tell a sample from every other of its run
 SECONDS = ("prefill", "seal", "first_token", "per_token")
+MIDDLE, ENDS = ("middle_k", "middle_v", "extra"), ("sink", "window", "other")  # parts of a cache's bytes
 MARKED = ("not_compressed", "dense_only", "non_finite", "not_selected")  # samples whose score says less than it seems
 COPIED = ("task", "sample", "seed", "metric", "prediction", "answers", "length", "prompt_tokens")
 META = ("op", "d", "length", "depth_percent", "turn", "mode")  # of a row's `meta`: what tables group by
@@ -120,7 +119,17 @@ def frame(rows: Sequence[ResultRow]) -> pd.DataFrame:
     table = pd.DataFrame([_line(row, named[variant(row)]) for row in rows])
     for name, order in (("method", named.values()), ("task", table["task"])):
         table[name] = pd.Categorical(table[name], list(dict.fromkeys(order)))
-    numbers = ["length", "allocated_bytes", *SECONDS, "tokens_compared", "kl", "top1", "loss", "dense_loss"]
+    numbers = [
+        "length",
+        "allocated_bytes",
+        "middle_bytes",
+        *SECONDS,
+        "tokens_compared",
+        "kl",
+        "top1",
+        "loss",
+        "dense_loss",
+    ]
     table[numbers] = table[numbers].astype(float)
     table["loss_minus_dense"] = table["loss"] - table["dense_loss"]
     table["cell"] = table.groupby(["length", "task"], observed=True, dropna=False).ngroup()
@@ -128,8 +137,8 @@ def frame(rows: Sequence[ResultRow]) -> pd.DataFrame:
 
 
 def _line(row: ResultRow, method: str) -> dict[str, Any]:
-    """Return a row's line of `frame`."""
     near: Mapping[str, Any] = row["fidelity"] or {}
+    held = row["cache_bytes"]
     broken = near.get("non_finite") is not None
     whole = {} if broken else near
     losses = whole if None not in (whole.get("loss"), whole.get("dense_loss")) else {}
@@ -139,6 +148,8 @@ def _line(row: ResultRow, method: str) -> dict[str, Any]:
         "score": 100 * row["score"],
         "cache_bytes": row["cache_bytes"]["total"],
         "allocated_bytes": row["cache_bytes"].get("allocated"),
+        "middle_bytes": sum(held[name] for name in MIDDLE) if held.keys() >= {*MIDDLE} else None,
+        "ends_bytes": sum(held.get(name, 0) for name in ENDS),
         **{name: row["seconds"].get(name) for name in SECONDS},
         "not_compressed": row["compressed"] is False,
         "dense_only": row["dense_only"] and bool(row["settings"]["method"]),
@@ -155,10 +166,7 @@ def _line(row: ResultRow, method: str) -> dict[str, Any]:
 
 
 def paired(table: pd.DataFrame, first: str, second: str) -> pd.DataFrame:
-    """Return a line for every sample that both methods have, in the order of `second`.
-
-    table: of `frame`. The columns of the first method end in _first, those of the second in _second.
-    """
+    """Return a line for every sample of both methods, in the order of `second`; columns end in _first and _second."""
     a, b = (table[table["method"] == name] for name in (first, second))
     return b.merge(a, on=SAMPLE, suffixes=("_second", "_first"))
 

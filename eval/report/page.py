@@ -1,7 +1,5 @@
 """report.html: one file that needs no other, light or dark as the reader's system is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,19 +26,15 @@ class Reply(NamedTuple):
 
 @dataclass
 class Section:
-    """What a page shows of one run.
-
-    figures: (caption, SVG).
-    replies: under the summary that folds them; under "" they stand open.
-    heading: above the replies.
-    """
+    """What a page shows of one run."""
 
     title: str
     about: str = ""
     tables: Sequence[Table] = ()
-    figures: Sequence[tuple[str, str]] = ()
+    figures: Sequence[tuple[str, str]] = ()  # (caption, SVG)
+    # under the summary that folds them; under "" they stand open
     replies: Mapping[str, Sequence[Reply]] = field(default_factory=dict)
-    heading: str = "Replies"
+    heading: str = "Replies"  # above the replies
     settings: str = ""
 
 
@@ -72,10 +66,7 @@ def replies(pairs: pd.DataFrame, first: str, second: str) -> list[Reply]:
 
 
 def replies_unlike_dense(table: pd.DataFrame, dense: str | None) -> dict[str, list[Reply]]:
-    """Return the replies of each method that differ from dense's, under a line that counts them.
-
-    table: of `groups.frame`.
-    """
+    """Return the replies of each method in `groups.frame` that differ from dense's, under a line that counts them."""
     found = {}
     for method in table["method"].cat.categories if dense is not None else ():
         pairs = changed(table, str(dense), method)

@@ -1,7 +1,5 @@
 """The figures of a report: scores and distance from dense by length and against the cache, differences, needle maps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import matplotlib
@@ -25,7 +23,6 @@ def axes_of(config: Mapping[str, object]) -> str:
 
 
 def _styles(run: Run) -> dict[str, Style]:
-    """Return colour and marker of each method."""
     styles: dict[str, Style] = {}
     number = 0
     for method in run["methods"]:

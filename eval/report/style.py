@@ -1,7 +1,5 @@
 """How figures look, and their files: PNG on white, and SVG that takes the colours of the page it stands in."""
 
-from __future__ import annotations
-
 import io
 import re
 from typing import Any, TypedDict

@@ -23,12 +23,11 @@ None where no row has it. Records of figures have
     not_compressed, dense_only, non_finite, not_selected        samples whose score says little (`tables.MARKS`)
     pairs, difference, same_reply, share_of_dense       of the samples that dense has, too: their number, points above
                         dense, % of equal replies, and the method's bytes in % of dense's
+    share_of_middle     the middle's bytes, with scales and bounds, in % of what dense holds beside sink and window
     compared, tokens_compared, compared_non_finite      samples and next-token distributions compared with dense's, and
                         samples whose logits were NaN or infinite, which the next means leave out
     kl, top1, loss, loss_minus_dense    distance from dense (`eval.rows.result_row.Fidelity`)
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +36,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from leank.eval.benchmarks.scoring import metrics_by_op
+from leank.eval.benchmarks.base import metrics_by_op
 from leank.eval.report.groups import MARKED, SAMPLE, SECONDS, frame, group, labels, variant
 from leank.eval.rows.result_row import ResultRow
 from leank.stats import DRAWS, LEVEL, intervals, mean
@@ -49,10 +48,7 @@ Values = np.ndarray
 
 
 class Means:
-    """Means of strata, whose intervals are drawn at once.
-
-    `add` writes a mean into a record at once, and `draw` the intervals of all of them, under NAME_low and NAME_high.
-    """
+    """Means of strata: `add` writes one into a record, `draw` the intervals of all, NAME_low and NAME_high, at once."""
 
     def __init__(self) -> None:
         self._wanted: list[tuple[Record, str, list[Values]]] = []
@@ -83,18 +79,12 @@ def split(values: Values, cells: Values) -> list[Values]:
 
 
 def summarise(rows: Iterable[ResultRow]) -> dict[str, Any]:
-    """Compute everything that a report shows; this module says what it holds.
-
-    Raises ValueError for a row that no report can be computed from.
-    """
+    """Compute everything that a report shows, see the module. Raises ValueError for a row that is unusable."""
     return summarise_groups(group(rows))
 
 
 def summarise_groups(groups: Iterable[Sequence[ResultRow]], columns: Sequence[str] = ()) -> dict[str, Any]:
-    """Compute `summarise` of rows that `group` has grouped already.
-
-    columns: names of the methods whose differences from every other are wanted, in place of the learned masks.
-    """
+    """Compute `summarise` of grouped rows; columns: methods compared with every other, not the learned masks."""
     return {"resamples": DRAWS, "level": LEVEL, "runs": [_run(rows, columns) for rows in groups]}
 
 
@@ -104,7 +94,6 @@ def learned(methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _run(rows: Sequence[ResultRow], columns: Sequence[str]) -> Run:
-    """Summarise rows that differ in method, task, length and sample alone."""
     configs = {variant(row): row["settings"]["method"] for row in rows}
     methods = {name: configs[of] for of, name in labels(rows).items()}
     dense = next((name for name, config in methods.items() if not config), None)
@@ -153,11 +142,13 @@ def _beside_dense(table: pd.DataFrame, dense: str | None) -> pd.DataFrame:
         same_reply=(100.0 * (table["prediction"] == base["prediction"])).where(there),
         paired_bytes=table["cache_bytes"].where(there),
         dense_bytes=base["cache_bytes"].where(there),
+        dense_middle=(base["cache_bytes"] - table["ends_bytes"]).where(
+            there & table["middle_bytes"].notna().to_numpy()
+        ),
     )
 
 
 def _groups(table: pd.DataFrame, by: Sequence[str]) -> Iterable[tuple[Record, pd.DataFrame]]:
-    """Yield the lines that agree in the columns `by`, with these columns' values, in order."""
     for key, part in table.groupby([*by], observed=True, dropna=False):
         yield {name: _plain(value) for name, value in zip(by, key, strict=True)}, part
 
@@ -169,7 +160,6 @@ def _average(values: pd.Series) -> float | None:
 
 
 def _figures(table: pd.DataFrame, by: Sequence[str], means: Means) -> list[Record]:
-    """Compute the figures of each method, or of each method and length and task."""
     out = []
     for record, part in _groups(table, by):
         record["n"] = len(part)
@@ -180,6 +170,8 @@ def _figures(table: pd.DataFrame, by: Sequence[str], means: Means) -> list[Recor
         record["share_of_dense"] = (
             100 * float(part["paired_bytes"].sum() / part["dense_bytes"].sum()) if record["pairs"] else None
         )
+        whole = float(part["dense_middle"].sum())
+        record["share_of_middle"] = 100 * float(part["middle_bytes"].sum()) / whole if whole > 0 else None
         for name in ("cache_bytes", "allocated_bytes", "prompt_tokens", *SECONDS):
             record[name] = _average(part[name])
         for name in MARKED:

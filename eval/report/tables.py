@@ -34,23 +34,20 @@ LATEX = str.maketrans({
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
     ">": r"\textgreater{}", "|": r"\textbar{}", **{c: f"\\{c}" for c in "&%$#_{}"},
 })  # fmt: skip
+BUDGETS = (10, 15, 20, 25, 31, 40, 50)  # % of dense's middle
 WIDE = 8  # columns; a LaTeX table of more is scaled to the width of the text
 
 
 @dataclass
 class Table:
-    """A table with its heading; `note` stands below it.
-
-    cells: texts; the first column names the lines.
-    shades: points from dense by (line, column), which colour a cell of the page.
-    published: how many of the last lines are figures that a paper printed.
-    """
+    """A table with its heading; `note` stands below it."""
 
     title: str
-    cells: pd.DataFrame
+    cells: pd.DataFrame  # texts; the first column names the lines
     note: str = ""
+    # points from dense by (line, column), which colour a cell of the page
     shades: Mapping[tuple[int, int], float] | None = None
-    published: int = 0
+    published: int = 0  # how many of the last lines are figures that a paper printed
 
     @classmethod
     def of(
@@ -219,6 +216,28 @@ def from_dense(run: Run) -> Table | None:
     return Table.of("Distance from dense", head, lines, note)
 
 
+def best_of_sizes(run: Run) -> Table | None:
+    """Make a table of the best methods whose middle fits each of `BUDGETS`; None without two sizes among methods."""
+    cells = pd.DataFrame(run["overall"])
+    cells = cells[cells["share_of_middle"].notna()]
+    if cells["share_of_middle"].round().nunique() < 2:
+        return None
+    lines = []
+    for budget in BUDGETS:
+        fit, line = cells[cells["share_of_middle"] <= budget + 0.5], [f"{budget}%"]
+        for name, form, best in (("kl", ".3g", "idxmin"), ("score", ".1f", "idxmax")):
+            found = fit[name].astype(float).dropna()
+            cell = fit.loc[getattr(found, best)()] if len(found) else None
+            what = ["", ""] if cell is None else [f"{cell[name]:{form}}", f"{cell['share_of_middle']:.0f}%"]
+            line += ["-" if cell is None else cell["method"], *what]
+        lines.append(line)
+    head = ["bytes of the middle", "lowest KL", "KL, nats a token", "its bytes", "highest score", "score", "its bytes "]
+    note = (
+        "Of the methods that hold so much of dense's middle or less: scales and bounds count, tables and slack do not."
+    )
+    return Table.of("Best at every size", head, lines, note)
+
+
 def from_dense_by_length(run: Run) -> Table | None:
     """Make a table of KL and top-1 agreement by length; None without several lengths."""
     cells = {(c["method"], c["length"]): c for c in run["by_length"] if c["compared"]}
@@ -359,6 +378,14 @@ def tables(run: Run) -> list[Table]:
     """Make all tables of one run of a summary."""
     lengths = by_length(run)
     alike = lengths is not None and len(run["tasks"]) == 1  # a table of tasks at each length would repeat it
-    found = [overall(run), from_dense(run), from_dense_by_length(run), differences(run), lengths, *turns(run)]
+    found = [
+        overall(run),
+        best_of_sizes(run),
+        from_dense(run),
+        from_dense_by_length(run),
+        differences(run),
+        lengths,
+        *turns(run),
+    ]
     found += [*gsm(run), *([] if alike else [by_task(run, n) for n in run["lengths"]])]
     return [table for table in found if table is not None]

@@ -26,12 +26,7 @@ CHANGED = {"method": "method_second", "task": "task", "length": "length", "sampl
 
 
 def log_report(logger: WandbLogger, config: Mapping[str, Any], methods: Sequence[Method], directory: Path) -> None:
-    """Log the report of `directory`, as `write_report` has left it.
-
-    logger: Lightning's WandbLogger.
-    config: the resolved configuration of the run.
-    methods: of the run; the masks of learned ones are logged as artifacts.
-    directory: of the run.
+    """Log the report of `directory`, as `write_report` has left it, and the learned masks of `methods` as artifacts.
 
     Rows of other settings make a run of their own. The keys of the second one end in _2, as its files do.
     """

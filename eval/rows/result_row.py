@@ -1,7 +1,5 @@
 """What one line of results.jsonl holds; every table, plot and comparison is computed from these rows alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Annotated, Any, NotRequired
@@ -52,25 +50,17 @@ class MethodSettings(TypedDict, total=False):
 
 @with_config(STRICT)
 class RowSettings(TypedDict):
-    """Everything that a row's answer depends on, beside the sample itself; `ResultRow.config` is its digest.
+    """Everything that a row's answer depends on, beside the sample itself; `ResultRow.config` is its digest."""
 
-    format: version of what a row means.
-    method: the method's whole configuration; empty for dense.
-    model: the model's name, type and contents.
-    benchmark: the benchmark's settings.
-    decode: max_new_tokens and min_new_tokens where they replace the benchmark's own.
-    fidelity: reply tokens at which methods were compared with dense; missing where none were.
-    data: digest of the files that the task's samples come from; missing for a task without files.
-    specials: how special tokens in the sample's own text were read; missing where the text spells none.
-    """
-
-    method: MethodSettings
-    format: NotRequired[int]
-    model: NotRequired[dict[str, object]]
-    benchmark: NotRequired[dict[str, object]]
-    decode: NotRequired[dict[str, object]]
-    fidelity: NotRequired[int]
+    method: MethodSettings  # the method's whole configuration; empty for dense
+    format: NotRequired[int]  # version of what a row means
+    model: NotRequired[dict[str, object]]  # the model's name, type and contents
+    benchmark: NotRequired[dict[str, object]]  # the benchmark's settings
+    decode: NotRequired[dict[str, object]]  # max_new_tokens and min_new_tokens where they replace the benchmark's own
+    fidelity: NotRequired[int]  # reply tokens at which methods were compared with dense; missing where none were
+    # digest of the files that the task's samples come from; missing for a task without files
     data: NotRequired[str | None]
+    # how special tokens in the sample's own text were read; missing where the text spells none
     specials: NotRequired[Annotated[str, OneOf("text", "as_is")] | None]
 
 
@@ -79,19 +69,16 @@ class Fidelity(TypedDict):
     """How near a method's next-token distributions are to dense's on one sample (`eval.run.fidelity`).
 
     Both read the same tokens: a reply of dense, or a given text. Means over tokens are None if `non_finite` is not.
-
-    tokens: how many distributions were compared.
-    kl: KL(dense || method), nats per token.
-    top1: share of the tokens after which both have the same likeliest next token, 0 to 1.
-    loss, dense_loss: -log of the probability of a text's next token, nats per token; None where a reply was read.
-    non_finite: first token (0 is the first compared) with NaN or infinite logits of either; None without any.
     """
 
-    tokens: Count
-    kl: Finite | None
+    tokens: Count  # how many distributions were compared
+    kl: Finite | None  # KL(dense || method), nats per token
+    # share of the tokens after which both have the same likeliest next token, 0 to 1
     top1: Annotated[FiniteFloat, Ge(0), Le(1)] | None
+    # loss, dense_loss: -log of the probability of a text's next token, nats per token; None where a reply was read
     loss: Finite | None
     dense_loss: Finite | None
+    # first token (0 is the first compared) with NaN or infinite logits of either; None without any
     non_finite: Count | None
 
 
@@ -103,64 +90,40 @@ def _measured(found: Fidelity | None) -> Fidelity | None:
 
 @with_config(STRICT)
 class ResultRow(TypedDict):
-    """One method's answer to one sample. The first nine fields are the row's key (`eval.rows.results.Key`).
+    """One method's answer to one sample. The first nine fields are the row's key (`eval.rows.results.Key`)."""
 
-    model: label of the model.
-    method: label of the method.
-    config: digest of `settings`.
-    benchmark: name of the benchmark.
-    task: name of the task.
-    length: nominal tokens of the prompt and reply; None where a benchmark has no lengths.
-    sample: id of the sample within its task and length.
-    seed: of the benchmark's generators.
-    compress: "after_question" or "before_question".
-    score: 0 to 1.
-    prediction: the reply as text.
-    answers: what the scorer compared with.
-    metric: name of the scorer, see `eval.benchmarks.scoring`.
-    meta: what tables group by, such as op and depth_percent.
-    prompt_tokens, new_tokens: tokens of the prompt and of the reply.
-    cache_bytes: bytes held after the prompt, per part and in "total"; one sample's share of its batch. "allocated" is
-      what the GPU's allocator counts, of which other tensors that are freed meanwhile are taken off.
-    middle_tokens: tokens between sink and window at the reply's end; None for dense.
-    compressed: whether less than the dense cache is held or read; None for dense.
-    dense_only: whether the dense pass's logits alone decided the reply.
-    non_finite: step at which logits were NaN or infinite (0: the first token); None if they never were.
-    fidelity: see `Fidelity`; None where it was not measured, or where dense's reply is empty.
-    selected_layer: layer above which the prefill dropped tokens, where it looks for that layer itself (ASL); -1 if it
-      found none, None for other methods.
-    batch: samples in the batch.
-    settings: see `RowSettings`.
-    versions: of Python and the libraries.
-    seconds: prefill, seal, question and decode of the whole batch; first_token and per_token follow from them.
-    """
-
-    model: str
-    method: str
-    config: str
+    model: str  # its label
+    method: str  # its label
+    config: str  # digest of `settings`
     benchmark: str
     task: str
-    length: Count | None
-    sample: str
-    seed: int
-    compress: str
-    score: Annotated[FiniteFloat, Ge(0), Le(1)]
-    prediction: str
-    answers: list[object]
-    metric: str
-    meta: Meta
-    prompt_tokens: Count
+    length: Count | None  # nominal tokens of the prompt and reply; None where a benchmark has no lengths
+    sample: str  # id of the sample within its task and length
+    seed: int  # of the benchmark's generators
+    compress: str  # "after_question" or "before_question"
+    score: Annotated[FiniteFloat, Ge(0), Le(1)]  # 0 to 1
+    prediction: str  # the reply as text
+    answers: list[object]  # what the scorer compared with
+    metric: str  # name of the scorer, see `eval.benchmarks.base`
+    meta: Meta  # what tables group by, such as op and depth_percent
+    prompt_tokens: Count  # prompt_tokens, new_tokens: tokens of the prompt and of the reply
     new_tokens: Count
+    # bytes held after the prompt, per part and in "total"; one sample's share of its batch. "allocated" is what the
+    # GPU's allocator counts, of which other tensors that are freed meanwhile are taken off.
     cache_bytes: Annotated[dict[str, Finite], AfterValidator(_with_total)]
-    middle_tokens: Count | None
-    compressed: bool | None
-    dense_only: bool
-    non_finite: Count | None
+    middle_tokens: Count | None  # tokens between sink and window at the reply's end; None for dense
+    compressed: bool | None  # whether less than the dense cache is held or read; None for dense
+    dense_only: bool  # whether the dense pass's logits alone decided the reply
+    non_finite: Count | None  # step at which logits were NaN or infinite (0: the first token); None if they never were
+    # see `Fidelity`; None where it was not measured, or where dense's reply is empty
     fidelity: Annotated[Fidelity | None, AfterValidator(_measured)]
+    # layer above which the prefill dropped tokens, where it looks for that layer itself (ASL); -1 if it found none,
+    # None for other methods
     selected_layer: Annotated[int, Ge(-1), Le(LARGEST)] | None
     batch: Count
     settings: RowSettings
-    versions: dict[str, str]
+    versions: dict[str, str]  # of Python and the libraries
+    # prefill, seal, question and decode of the whole batch; first_token and per_token follow from them
     seconds: dict[str, Amount | None]
 
 

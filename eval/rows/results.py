@@ -45,18 +45,13 @@ def key_of(row: Mapping[str, Any]) -> Key:
 
 
 class Results:
-    """The open file of a run: a context manager that knows the `keys` of all rows and appends new ones.
-
-    One process at a time may write to a file.
-    """
+    """The open file of a run, of one process at a time, which knows the `keys` of all rows and appends new ones."""
 
     def __init__(self, directory: str | os.PathLike[str], part: str = "", folder: str = "hydra.run.dir") -> None:
         """Open or create the file, cut off a torn last line, and read the keys of all parts.
 
-        directory: of the run.
         part: ending of a shard's own file, such as "-0-of-4"; empty without shards.
         folder: what sets the directory, for the message to a second writer.
-
         Raises BlockingIOError if another run is writing here, ValueError for a damaged line in the middle.
         """
         self.path = Path(directory) / NAME.replace(".", f"{part}.")
@@ -127,10 +122,9 @@ class Collected:
 
 
 def read(path: str | os.PathLike[str]) -> Iterator[ResultRow]:
-    """Yield the rows of a results file, or of all files in a run directory (each shard writes one).
+    """Yield the rows of a file, or of all files in a run directory (a shard each), but for a torn last line.
 
-    Every row has a key; `eval.rows.result_row.check_rows` checks the other fields. A torn last line is left out.
-
+    Every row has a key; `eval.rows.result_row.check_rows` checks the other fields.
     Raises FileNotFoundError, or ValueError naming the line that is damaged or no row.
     """
     if Path(path).is_dir() and (parts := sorted(Path(path).glob(GLOB))):

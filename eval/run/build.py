@@ -13,8 +13,6 @@ are snapkv_think_512_0.4, snapkv_think_512_0.5, snapkv_think_1024_0.4 and snapkv
 `match` brings methods to equal bytes: match=0.4 is a share of dense, match=leank another method's bytes.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +27,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from leank.errors import naming
 from leank.eval.benchmarks.base import Benchmark, Cell, benchmarks
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prompts import encode, overhead
@@ -67,10 +66,7 @@ def build_benchmark(config: Mapping[str, Any]) -> Benchmark:
 def build_methods(
     config: Mapping[str, Any], model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[Method]:  # fmt: skip
-    """Return the methods of a resolved configuration, checked against the model's own config.
-
-    Raises ValueError or FileNotFoundError, naming the setting at fault.
-    """
+    """Return the methods of a resolved configuration, checked against the model's. Raises as `build_job`."""
     labels = expanded(group({} if config.get("method") is None else config["method"], "method"))
     if not labels:
         raise ValueError("method is empty; give method=[dense,leank] or other names of conf/method")
@@ -85,10 +81,8 @@ def build_methods(
                     f"method.{one.label}.{axis}.length={length} is more than the model's max_position_embeddings="
                     f"{limit}; give a shorter one"
                 )
-            try:
+            with naming(f"method.{one.label}"):
                 choice.check(text_config, tokenizer)
-            except ValueError as error:
-                raise ValueError(f"method.{one.label}: {error}") from error
         one.layout()
     return methods
 
@@ -106,10 +100,7 @@ def warn_of_spans(methods: Sequence[Method]) -> None:
 def build_model(
     config: Mapping[str, object],
 ) -> tuple[ModelConfig, Settings, PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Return the model's settings, those of the replay, the model's own config and the tokenizer; load no weights.
-
-    Raises ValueError or FileNotFoundError, naming the setting at fault.
-    """
+    """Return settings of model and replay, the model's own config and tokenizer, no weights. Raises as `build_job`."""
     refuse_unknown(config, [*GROUPS, *(f.name for f in fields(Settings))], "")
     for name, what in (("name", "a text; the run's folder is called so"), ("mask", "the path of one mask")):
         if isinstance(config.get(name), Mapping | list):
@@ -137,10 +128,7 @@ def build_job(config: Mapping[str, Any]) -> tuple[Job, PreTrainedTokenizerBase]:
 
 
 def expanded(methods: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the methods by label, each one with `each` replaced by what it stands for.
-
-    Raises ValueError for an `each` that is no mapping of settings to lists, and for two methods of one label.
-    """
+    """Return the methods by label, each `each` expanded. Raises ValueError for a wrong one, or a label twice."""
     found: dict[str, Any] = {}
     for label, given in methods.items():
         for name, one in _combinations(label, given):
@@ -191,13 +179,11 @@ def _word(value: object) -> str:
 
 
 def matched(job: Job, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Job:
-    """Return the job with settings.match applied.
+    """Return the job with settings.match applied; config: the model's text config.
 
     In every cell (samples of one task and length) each method's free setting is chosen so that the prompts together
     take the wanted share of their dense bytes. Every sample is built once for its length. A method that cannot get
     there keeps its own settings, and the log says so.
-
-    config: the model's text config.
     Raises ValueError if match is neither a share nor the label of a method whose bytes are known from settings.
     """
     to, itemsize = job.settings.match, job.model.torch_dtype.itemsize

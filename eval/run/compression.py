@@ -1,7 +1,5 @@
 """Whether a method compresses anything of a prompt, and the warnings where a score says nothing about the method."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,8 +8,7 @@ import numpy as np
 from transformers import Cache
 
 from leank.data_gen.amount import amount
-from leank.eval.cache import CompressedLayer
-from leank.eval.cache.storage.store import Store
+from leank.eval.cache.graph import stores
 from leank.eval.inference.prefill import Prefill, PromptLayer
 from leank.eval.methods import Method
 
@@ -19,14 +16,11 @@ log = logging.getLogger("eval")
 
 
 class Compression:
-    """What a cache leaves out of the dense one.
-
-    It is made once the prompts are in the cache, and `found` is called once the replies are.
-    """
+    """What a cache with the prompts leaves out of the dense one; `found` is called once replies are there."""
 
     def __init__(self, method: Method, cache: Cache, prompt: Prefill) -> None:
         self.method, self.rows = method, len(prompt.logits)
-        self.stores = _stores(cache)
+        self.stores = stores(cache)
         self.sealed = [store.seen.copy() for store in self.stores]
         self.dropped = np.zeros(self.rows, dtype=bool)  # by the method's own prefill
         if prompt.given is not None:
@@ -36,15 +30,14 @@ class Compression:
                 self.dropped |= ((layer.kept >= 0).sum(-1) < prompt.lengths).cpu().numpy()
 
     def found(self, fed: Sequence[int], branch: Cache | None = None) -> list[tuple[int, bool]]:
-        """Return, per row, the middle tokens of the layer with most, and whether less than all of them is held or read.
+        """Return per row the middle tokens of the layer with most, and whether less than all of them is held or read.
 
-        fed: per row, the tokens that followed its prompt.
-        branch: the copy of the cache that they were fed to; None: the cache itself.
+        fed: per row, the tokens that followed its prompt, given to a copy `branch` of the cache, None = the cache.
         """
-        stores = self.stores if branch is None else _stores(branch)
+        held_now = self.stores if branch is None else stores(branch)
         middle, less = np.zeros(self.rows, dtype=int), self.dropped.copy()
         budget = getattr(self.method.reads, "budget", None)
-        for store, seen in zip(stores, self.sealed, strict=True):
+        for store, seen in zip(held_now, self.sealed, strict=True):
             size = store.sizes
             start = np.maximum(size.sink, seen - size.window)
             moved = np.maximum(0, seen + np.array(fed) - start - size.window) // size.flush * size.flush
@@ -59,24 +52,13 @@ class Compression:
         return list(zip(middle.tolist(), less.tolist(), strict=True))
 
 
-def _stores(cache: Cache) -> list[Store]:
-    """What the compressed layers of a cache hold."""
-    layers = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
-    return [layer.store for layer in layers if layer.store is not None]
-
-
 @dataclass
 class Warnings:
-    """Warns once per method and cell of scores that say nothing, and stops a run whose dense replies are all broken.
+    """Warns once per method and cell of scores that say nothing, and stops a run whose dense replies are all broken."""
 
-    said: those so far, as (message, method, place).
-    dense: samples of the dense method so far.
-    broken: those of them with non-finite logits.
-    """
-
-    said: set[tuple[str, str, str]] = field(default_factory=set)
-    dense: int = 0
-    broken: int = 0
+    said: set[tuple[str, str, str]] = field(default_factory=set)  # those so far, as (message, method, place)
+    dense: int = 0  # samples of the dense method so far
+    broken: int = 0  # those of them with non-finite logits
 
     def say(self, what: str, method: str, where: str, *values: object) -> None:
         """Log `what` with method, place and values unless it has been said of them."""

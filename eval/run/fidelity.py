@@ -17,8 +17,6 @@ The first token of a reply comes from the prefill, so the first distribution com
 compress=before_question the question is read through the cache, and the distribution after the question counts, too.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from leank.errors import naming
 from leank.eval.inference.decode import read, states
 from leank.eval.inference.prefill import Prefill, joined, pad_left
 from leank.eval.rows.result_row import Fidelity
@@ -38,18 +37,13 @@ Compared = tuple[Fidelity | None, float | None]  # of a sample; and the share of
 
 @dataclass(frozen=True)
 class Questions:
-    """The questions of a batch, which follow its prompts or the questions before.
+    """The questions of a batch, which follow its prompts or the questions before."""
 
-    ids: int [B, q], left-padded; [B, 0] where nothing follows.
-    real: bool [B, columns] or None: False marks padding, of all up to the question's end; None is no padding.
-    lengths: int [B], real tokens up to the question's end.
-    columns: up to the question's end.
-    """
-
-    ids: Tensor
+    ids: Tensor  # int [B, q], left-padded; [B, 0] where nothing follows
+    # bool [B, columns] or None: False marks padding, of all up to the question's end; None is no padding
     real: Tensor | None
-    lengths: Tensor
-    columns: int
+    lengths: Tensor  # int [B], real tokens up to the question's end
+    columns: int  # up to the question's end
 
     @classmethod
     def of(cls, before: Prefill | Self, questions: Sequence[list[int]], pad: int) -> Self:
@@ -63,48 +57,30 @@ class Questions:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The reference continuation of a batch, and the dense model's hidden states after its tokens.
+    """The reference continuation of a batch, and the dense model's hidden states after its tokens."""
 
-    questions: the tokens of each row's question before them; empty where the prompt has it.
-    ids: int [B, n]: tokens to read, with padding behind shorter rows.
-    counts: how many distributions of each row count.
-    targets: int [B, n], the text's next token after each of ids; None where ids are a reply.
-    dense: [B, n or n + 1, hidden]; after the question first where one is read.
-    """
-
-    questions: Sequence[list[int]]
-    ids: Tensor
-    counts: list[int]
-    targets: Tensor | None
-    dense: Tensor
+    questions: Sequence[list[int]]  # the tokens of each row's question before them; empty where the prompt has it
+    ids: Tensor  # int [B, n]: tokens to read, with padding behind shorter rows
+    counts: list[int]  # how many distributions of each row count
+    targets: Tensor | None  # int [B, n], the text's next token after each of ids; None where ids are a reply
+    dense: Tensor  # [B, n or n + 1, hidden]; after the question first where one is read
 
 
 class Comparison:
-    """Compares the methods of a batch with dense.
-
-    model: of the replay.
-    pad: id of the token that fills shorter rows.
+    """Compares the methods of a batch with dense; pad: id of the token that fills shorter rows.
 
     Raises ValueError if the model's output head does more than `leank.head.Head` knows of.
     """
 
     def __init__(self, model: PreTrainedModel, pad: int) -> None:
-        try:
+        with naming("methods cannot be compared with dense by KL"):
             check_head(model)
-        except ValueError as error:
-            raise ValueError(f"methods cannot be compared with dense by KL: {error}") from None
         self.model, self.pad, self.head = model, pad, Head.of(model)
 
     def continuation(
         self, prompt: Prefill, questions: Sequence[list[int]], tokens: Sequence[list[int]], text: bool
     ) -> Continuation:
-        """Read the tokens with the dense model.
-
-        prompt: a dense pass.
-        questions: of each row; empty where the prompt has them.
-        tokens: of each row, what is to be read.
-        text: whether the tokens are a text, whose next tokens are known, or a reply.
-        """
+        """Read each row's question, if the prompt lacks it, and tokens, a text or a reply, with the dense model."""
         first = any(questions)
         width = max(map(len, tokens))
         padded = torch.tensor([t + [self.pad] * (width - len(t)) for t in tokens], device=self.model.device).long()
@@ -157,11 +133,9 @@ def compare(
 ) -> dict[str, Tensor]:
     """Compare the distributions that two runs predict after the same n tokens, in float32 (float64 stays).
 
-    head: the model's output head.
-    dense, method: [n, hidden], hidden states of the decoder after each token.
-    targets: int [n], the token that the text goes on with; None without a text.
-    chunk: tokens whose logits are held at a time; `LOGITS_AT_ONCE` decides by default.
-
+    dense, method: [n, hidden], hidden states of the decoder after each token
+    targets: int [n], the token that the text goes on with; None without a text
+    chunk: tokens whose logits are held at a time; `LOGITS_AT_ONCE` decides by default
     Returns float64 tensors [n] on the host: kl in nats, NaN where logits are not finite; top1, 1 where both have the
     same likeliest token, else 0; and of a text loss and dense_loss in nats, and right, 1 where the method's likeliest
     token is the text's.

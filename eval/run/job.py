@@ -20,9 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from leank.data_gen.amount import amount
 from leank.errors import out_of_memory
-from leank.eval.benchmarks.base import Benchmark, Cell
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import score_row
+from leank.eval.benchmarks.base import Benchmark, Cell, Row, score_row
 from leank.eval.inference.models import ModelConfig
 from leank.eval.inference.prompts import Prompt, encode_turns, overhead
 from leank.eval.methods import Method
@@ -44,10 +42,7 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class CellBatch:
-    """Samples of one cell that are replayed together, as rows and as the tokens that the model reads.
-
-    A conversation has a row and a prompt for each turn, one after the other.
-    """
+    """Samples of one cell that are replayed together, a row and a prompt for each turn, one after the other."""
 
     cell: Cell
     rows: Sequence[Row]
@@ -62,26 +57,17 @@ class CellBatch:
 
 @dataclass(frozen=True)
 class Job:
-    """The plan of one run; it knows which rows the run is to have, and makes those that are missing.
-
-    model: what is loaded.
-    methods: what is compared.
-    benchmark: where the samples come from.
-    settings: of the replay.
-    by_cell: the methods of a cell whose settings differ there (eval.run.matched); other cells take `methods`.
-    """
+    """The plan of one run; it knows which rows the run is to have, and makes those that are missing."""
 
     model: ModelConfig
     methods: Sequence[Method]
     benchmark: Benchmark
     settings: Settings
+    # the methods of a cell whose settings differ there (eval.run.build.matched); other cells take `methods`
     by_cell: Mapping[Cell, Sequence[Method]] = field(default_factory=dict)
 
     def config(self, method: Method, task: str, specials: str | None = None) -> RowSettings:
-        """Return all that a method's answers to a task depend on, beside the sample's length, id and seed.
-
-        specials: of the sample's Prompt; a text that spells no special token does not depend on the setting.
-        """
+        """Return what a method's answers depend on beside length, id and seed; specials: of the sample's Prompt."""
         found: RowSettings = {
             "format": FORMAT,
             "method": cast("MethodSettings", method.config()),
@@ -114,8 +100,7 @@ class Job:
     def missing(self, done: set[Key]) -> list[tuple[Cell, tuple[str, ...], list[Method]]]:
         """Return the batches that still lack rows, each with the methods that lack them.
 
-        A batch's samples depend on the plan alone, never on what is done. So a run that was killed and went on has the
-        same rows as one that was not.
+        A batch's samples depend on the plan alone: a run that was killed and went on has the same rows as another.
         """
         size, work, batch = self.settings.batch_size, [], -1
         shard, shards = self.settings.numbered_shard
@@ -130,7 +115,6 @@ class Job:
         return work
 
     def _lacking(self, method: Method, cell: Cell, done: set[Key]) -> set[str]:
-        """Return the samples of a cell of which a row is not done."""
         if not done:
             return set(cell.samples)
         return {sample for sample, either in self._either(method, cell) if done.isdisjoint(either)}

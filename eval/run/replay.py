@@ -7,8 +7,6 @@ from that. A method with a prefill of its own runs it, and its first token comes
 A conversation has several turns: the context is prefilled once, each method compresses it, and the questions follow.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Iterator, Sequence
@@ -20,9 +18,8 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from leank.backbone import eos_ids
-from leank.data_gen.sample import Sample
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import cut_at_stop
+from leank.data_gen.task import Sample
+from leank.eval.benchmarks.base import Row, cut_at_stop
 from leank.eval.cache import CompressedCache
 from leank.eval.inference.decode import Stopped, greedy
 from leank.eval.inference.models import windows_of
@@ -37,71 +34,50 @@ from leank.eval.run.settings import Settings
 
 @dataclass
 class Answer:
-    """One method's answer to one sample.
+    """One method's answer to one sample."""
 
-    tokens, text: the reply.
-    seconds: prefill, seal (building the cache), question and decode of the whole batch.
-    steps: decoding steps of the batch.
-    batch: samples in the batch.
-    bytes: bytes held after the prompt, per part; this sample's share of the batch.
-    middle_tokens: tokens between sink and window at the end of the reply; None for dense.
-    compressed: whether less than the dense cache is held or read; None for dense.
-    dense_only: whether the dense pass's logits alone decide the reply.
-    non_finite: step (0: the first token) at which logits were NaN or infinite and the reply ended; None if never.
-    fidelity: how near the next-token distributions are to dense's; None where that was not measured.
-    score: share of a text's tokens that the method ranks first; None for a reply, which a scorer reads.
-    selected_layer: layer that the prefill selected, -1 if it found none; None for a prefill that looks for none.
-    """
-
-    tokens: list[int]
+    tokens: list[int]  # tokens, text: the reply
     text: str
-    seconds: dict[str, float]
-    steps: int
-    batch: int
+    seconds: dict[str, float]  # prefill, seal (building the cache), question and decode of the whole batch
+    steps: int  # decoding steps of the batch
+    batch: int  # samples in the batch
+    # bytes held after the prompt, per part; this sample's share of the batch
     bytes: dict[str, float] = field(default_factory=dict)
-    middle_tokens: int | None = None
-    compressed: bool | None = None
-    dense_only: bool = False
+    middle_tokens: int | None = None  # tokens between sink and window at the end of the reply; None for dense
+    compressed: bool | None = None  # whether less than the dense cache is held or read; None for dense
+    dense_only: bool = False  # whether the dense pass's logits alone decide the reply
+    # step (0: the first token) at which logits were NaN or infinite and the reply ended; None if never
     non_finite: int | None = None
+    # how near the next-token distributions are to dense's; None where that was not measured
     fidelity: Fidelity | None = None
+    # share of a text's tokens that the method ranks first; None for a reply, which a scorer reads
     score: float | None = None
+    # layer that the prefill selected, -1 if it found none; None for a prefill that looks for none
     selected_layer: int | None = None
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What is read and written behind the prompts of a batch; a benchmark without conversations has one turn.
+    """What is read and written behind the prompts of a batch; a benchmark without conversations has one turn."""
 
-    rows: of the batch.
-    questions: per row, tokens that are still to be read before the reply.
-    most, least: per row, bounds of the reply's tokens.
-    texts: per row, the tokens of a text that is read in place of a reply; None where replies are decoded.
-    """
-
-    rows: Sequence[Row]
-    questions: list[list[int]]
-    most: list[int]
+    rows: Sequence[Row]  # of the batch
+    questions: list[list[int]]  # per row, tokens that are still to be read before the reply
+    most: list[int]  # most, least: per row, bounds of the reply's tokens
     least: list[int]
+    # per row, the tokens of a text that is read in place of a reply; None where replies are decoded
     texts: list[list[int]] | None = None
 
 
 @dataclass
 class Batch:
-    """Samples that are replayed together.
+    """Samples that are replayed together."""
 
-    turns: what follows the prompts, turn by turn.
-    one_cache: whether a turn follows the turns before it on one cache; else each has a copy of the context's.
-    ids: int [B, T], the prompts, left-padded.
-    real: bool [B, T] or None: False marks padding; None is no padding.
-    room: columns that a cache needs behind the prompts.
-    continuation: what every method reads to be compared with dense; None until the first pass, or if none is.
-    """
-
-    turns: Sequence[Turn]
-    one_cache: bool
-    ids: Tensor
-    real: Tensor | None
-    room: int
+    turns: Sequence[Turn]  # what follows the prompts, turn by turn
+    one_cache: bool  # whether a turn follows the turns before it on one cache; else each has a copy of the context's
+    ids: Tensor  # int [B, T], the prompts, left-padded
+    real: Tensor | None  # bool [B, T] or None: False marks padding; None is no padding
+    room: int  # columns that a cache needs behind the prompts
+    # what every method reads to be compared with dense; None until the first pass, or if none is
     continuation: Continuation | None = None
 
     @property
@@ -112,33 +88,22 @@ class Batch:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What came of a turn.
+    """What came of a turn."""
 
-    tokens: per row, the reply, or the text that was read.
-    steps: decoding steps.
-    broken: per row, `Answer.non_finite`.
-    fed: per row, tokens behind the prompt that were read.
-    cache: through which they were read.
-    asked: where the cache stood before the reply; None for texts.
-    question_seconds: spent on reading the questions through the cache.
-    seconds: spent on decoding, or on reading the texts.
-    """
-
-    tokens: list[list[int]]
-    steps: int
-    broken: list[int | None]
-    fed: list[int]
-    cache: Cache
-    asked: Questions | None
-    question_seconds: float
-    seconds: float
+    tokens: list[list[int]]  # per row, the reply, or the text that was read
+    steps: int  # decoding steps
+    broken: list[int | None]  # per row, `Answer.non_finite`
+    fed: list[int]  # per row, tokens behind the prompt that were read
+    cache: Cache  # through which they were read
+    asked: Questions | None  # where the cache stood before the reply; None for texts
+    question_seconds: float  # spent on reading the questions through the cache
+    seconds: float  # spent on decoding, or on reading the texts
 
 
 def cache_bytes(cache: Cache, prompt: Prefill) -> list[dict[str, float]]:
     """Return the bytes held after each prompt, per part and in total, measured on the tensors.
 
-    A dense cache is counted row by row, without padding and without its room for new tokens; of a compressed one every
-    row has an equal share.
+    Dense ones are counted row by row, without padding and room for tokens; of a compressed cache rows share alike.
     """
     if isinstance(cache, CompressedCache):
         memory, rows = cache.memory(), len(prompt.logits)
@@ -148,10 +113,7 @@ def cache_bytes(cache: Cache, prompt: Prefill) -> list[dict[str, float]]:
 
 
 def branch(cache: Cache) -> Cache:
-    """Return a cache that continues this one, which stays as it is.
-
-    Branches of a dense cache share a buffer: only one of them may be in use at a time.
-    """
+    """Return a cache that continues this one, which stays as it is; of a dense one's, one at a time may be in use."""
     if isinstance(cache, CompressedCache):
         return copy.deepcopy(cache)
     return Cache(layers=[one.fork() if isinstance(one, PromptLayer) else copy.copy(one) for one in cache.layers])
@@ -160,10 +122,7 @@ def branch(cache: Cache) -> Cache:
 class Replay:
     """Methods on one model: `answers(prompts, rows, methods)`. It reads and writes no files.
 
-    model: decides the device.
     tokenizer: of the model; `answers` needs its `decode` and `pad_token_id` alone.
-    settings: of the replay.
-
     Raises ValueError if the model's sliding windows would count padding as tokens.
     """
 
@@ -201,9 +160,7 @@ class Replay:
         """Yield each method with its answers; methods that can share a dense pass over the prompts do.
 
         prompts, rows: of the samples; of conversations, those of the first one's turns, then the second one's, ...
-        turns: of each conversation.
-        one_cache: whether a turn follows the turns before it on one cache; else each has a copy of the context's.
-
+        turns, one_cache: see `Cell`
         Raises ValueError if compress=before_question meets a sample without a context.
         """
         reading = any(row.read for row in rows)
@@ -231,10 +188,7 @@ class Replay:
             yield from self._sharing_a_pass(group, batch)
 
     def _sharing_a_pass(self, methods: Sequence[Method], batch: Batch) -> Iterator[tuple[Method, list[Answer]]]:
-        """Prefill once, and yield each method with its answers.
-
-        The pass is a local of this generator alone, so that it is freed before the next one runs.
-        """
+        """Prefill once, in a local that is freed before the next pass, and yield each method with its answers."""
         start, allocated = self.now(), self._allocated()
         obs = max(method.obs_queries for method in methods)
         chunk = self.settings.prefill_chunk
@@ -269,11 +223,7 @@ class Replay:
         return Comparison(self.model, self.pad)
 
     def _answers(self, method: Method, prompt: Prefill, batch: Batch, prefilled: float, taken: int) -> list[Answer]:
-        """Build the method's cache from its pass, and read and answer each turn through it.
-
-        prefilled, taken: seconds of the pass, and bytes that it allocated.
-        Returns the answers, those of a conversation's turns one after the other.
-        """
+        """Build the method's cache from its pass (of so many seconds and bytes), and answer each turn."""
         start, allocated = self.now(), self._allocated()
         cache = method.cache(self.model, prompt)
         sealed = self.now() - start
@@ -336,10 +286,9 @@ class Replay:
     def _decode(
         self, cache: Cache, prompt: Prefill, before: Prefill | Questions, turn: Turn, keep: bool = False
     ) -> Decoded:
-        """Read a turn's questions through a cache, then decode greedily.
+        """Read a turn's questions behind `before` through a cache, then decode greedily.
 
         prompt: whose next token is the reply's first where no question is read.
-        before: what the cache holds.
         keep: whether the cache ends with the questions, as the reply is decoded in a branch of it.
         """
         start, logits, spent = self.now(), prompt.logits, 0.0
@@ -380,7 +329,6 @@ class Replay:
 
     @property
     def _counts(self) -> bool:
-        """Whether the device counts the bytes that are allocated."""
         return self.model.device.type == "cuda"
 
     def _allocated(self) -> int:

@@ -1,7 +1,5 @@
 """Settings of the replay."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -13,27 +11,23 @@ COMPRESS = ("after_question", "before_question")
 
 @dataclass(frozen=True)
 class Settings(Checked):
-    """Settings of the replay.
+    """Settings of the replay."""
 
-    compress: "after_question" compresses the whole prompt, "before_question" only what stands before the question.
-    batch_size: samples of one task and length that are decoded together.
-    prefill_chunk: prompt tokens per prefill call; None reads the prompt in one call.
-    max_new_tokens, min_new_tokens: bounds of a reply that replace the benchmark's; None keeps the benchmark's.
-    fidelity: tokens of dense's reply at which every method's next-token distribution is compared with dense's, see
-      eval.run.fidelity; 0 compares none.
-    match: share of dense bytes, or label of a method, that every method is brought to; see eval.run.build.
-    shard: "i/n" does every n-th batch, beginning with batch i (0 is the first), for several GPUs or a Slurm array.
-    specials: how special tokens in a sample's own text are read, see eval.inference.prompts.encode.
-    """
-
+    # "after_question" compresses the whole prompt, "before_question" only what stands before the question
     compress: Annotated[str, OneOf(*COMPRESS)] = "after_question"
-    batch_size: Positive = 1
-    prefill_chunk: Positive | None = None
+    batch_size: Positive = 1  # samples of one task and length that are decoded together
+    prefill_chunk: Positive | None = None  # prompt tokens per prefill call; None reads the prompt in one call
+    # max_new_tokens, min_new_tokens: bounds of a reply that replace the benchmark's; None keeps the benchmark's
     max_new_tokens: Positive | None = None
     min_new_tokens: Count | None = None
+    # tokens of dense's reply at which every method's next-token distribution is compared with dense's, see
+    # eval.run.fidelity; 0 compares none
     fidelity: Count = 0
+    # share of dense bytes, or label of a method, that every method is brought to; see eval.run.build
     match: float | str | None = None
+    # "i/n" does every n-th batch, beginning with batch i (0 is the first), for several GPUs or a Slurm array
     shard: str = "0/1"
+    # how special tokens in a sample's own text are read, see eval.inference.prompts.encode
     specials: Annotated[str, OneOf(*SPECIALS)] = "text"
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from leank.channel_scores import best, lowest_frequencies, wide
-from leank.data_gen.sample import Sample
+from leank.data_gen.task import Sample
 from leank.eval.methods.channels.iap import interactions
 from leank.eval.methods.channels.think import ThinK
 from leank.eval.methods.tokens.duo_attention import high_frequency_ratio

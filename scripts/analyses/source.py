@@ -18,8 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from leank.backbone import Backbone
 from leank.data_gen.amount import amount
 from leank.data_gen.chat import template as chat_template
-from leank.data_gen.sample import Sample
-from leank.eval.benchmarks.row import Row
+from leank.data_gen.task import Sample
+from leank.eval.benchmarks.base import Row
 from leank.eval.benchmarks.ruler import draw
 from leank.eval.inference.models import ModelConfig, load_config, load_model
 from leank.eval.inference.prefill import Prefill, PromptLayer, prefill

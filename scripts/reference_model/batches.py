@@ -16,9 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Document
-from leank.data_gen.task import Task
+from leank.data_gen.task import Document, Request, Task
 from leank.data_gen.tasks import CHAINS, RULER_NIAH, TASKS
 from leank.data_gen.tasks.chain import Chain
 from leank.data_gen.tasks.niah import Niah

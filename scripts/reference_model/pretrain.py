@@ -56,7 +56,7 @@ def make_tokenizer(folder: Path, vocabulary: int = 4096, text: Path | None = Non
     """Byte-level BPE over the shipped text and word lists, and a quarter of `text`; digits are split one by one."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-    from leank.data_gen.request import Request
+    from leank.data_gen.task import Request
     from leank.data_gen.tasks import TASKS
     from leank.data_gen.tokens import TokenCounter
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leank.data_gen import haystack
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Document
+from leank.data_gen.task import Document, Request
 from leank.data_gen.tasks import CHAINS, RULER_NIAH, TASKS
 from leank.data_gen.tasks.chain import Chain
 from leank.data_gen.tasks.few_shot import KINDS

@@ -12,8 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from leank.data_gen.chat import prompt, rendered, template, template_tokens
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Document
+from leank.data_gen.task import Document, Request
 from leank.data_gen.tasks import TASKS, Mixture
 from leank.data_gen.tasks.chain import Chain
 from leank.data_gen.tasks.niah import Niah
@@ -21,8 +20,8 @@ from leank.data_gen.tasks.passkey import Passkey
 from leank.data_gen.tokens import TokenCounter
 from tests.helpers.text_tokenizers import KINDS, tokenizer
 
-TRAINING = ("kv", "multivalue", "multikey", "multiquery", "passkey", "text", "quote", "few_shot")
-OTHERS = tuple(name for name in TASKS if name not in TRAINING and not name.startswith("qa"))
+TRAINING = ("kv", "multivalue", "multikey", "multiquery", "passkey", "text", "quote", "few_shot", "turns")
+OTHERS = tuple(name for name in TASKS if name not in TRAINING and not name.startswith(("qa", "prompts")))
 
 
 def tokens(document: Document, kind: str) -> int:

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from leank.data_gen import haystack
-from leank.data_gen.request import Request
-from leank.data_gen.sample import Document
+from leank.data_gen.task import Document, Request
 from leank.data_gen.tasks import RULER, TASKS
 from leank.data_gen.tasks.niah import DEPTHS
 from leank.data_gen.tasks.qa import read

@@ -5,8 +5,7 @@ import dataclasses
 import torch
 from transformers import DynamicCache
 
-from leank.eval.benchmarks.base import Cell
-from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.base import Cell, Row
 from leank.eval.cache.hook import ATTENTION
 from leank.eval.methods import Method
 from leank.eval.methods.channels.leank import LeanK

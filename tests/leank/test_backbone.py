@@ -20,7 +20,7 @@ from leank import backbone, smollm2
 from leank.backbone import Backbone, eos_ids, not_finite
 from leank.data_gen import haystack
 from leank.data_gen.tasks import Mixture
-from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.base import Row
 from leank.eval.inference.prompts import encode
 from leank.mask import ChannelMask
 from leank.shape import kv_shape

@@ -1,27 +1,41 @@
-"""The folder of a run: one training at a time, damaged checkpoints refused by name, runs that learn nothing refused."""
+"""The folder of a run: what is in it, what a run that was killed or told to stop leaves, and how it goes on."""
 
+import io
+import json
 import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from leank import backbone as backbones
 from leank.data_gen import haystack
+from leank.data_gen.tasks import Mixture
 from leank.files import Lock
 from leank.mask import ChannelMask
 from leank.tensor_files import read_checkpoint, write_checkpoint
 from leank.typed import BadConfig
 from leank_train import run_folder
-from leank_train.running import parallel
+from leank_train.data import RetrievalData, Steps
+from leank_train.fitting import EarlyStop, best_look, first_look
+from leank_train.running import parallel, progress
+from leank_train.running.preempt import Signals
+from leank_train.running.progress import PHASES, Meter, StageProgress
 from leank_train.running.recorder import Recorder
 from leank_train.settings import check, fingerprint, plain
-from leank_train.stages import Stage
+from leank_train.stages import PruningConfig, Stage, Stage1, Stage2, StageConfig
 from leank_train.train import run
-from tests.helpers.tiny_run import die_at_file, killed, save_model, settings
+from tests.helpers.ranks import forked_ranks, two_ranks
+from tests.helpers.tiny_run import VALIDATION, alpha, at_step, die_at_file, killed, save_model, settings
 
 SHORT = ["stage1.steps=4", "stage2.steps=1", "checkpoint_every=1"]
 
@@ -237,3 +251,342 @@ def test_inputs_of_a_run_without_checkpoints_are_replaced_and_damaged_ones_refus
         (tmp_path / "inputs.json").write_text(damaged)
         with pytest.raises(BadConfig, match=r"inputs\.json is missing or damaged"):
             run(config, tmp_path)
+
+
+RECIPE = [
+    "stage1=steered", "stage2=kl", "stage1.steps=40", "stage2.steps=3", "stage1.lr=0.2",
+    "stage1.patience=2", "stage1.heldout_every=2", "stage1.heldout_documents=2", "checkpoint_every=1",
+]  # fmt: skip
+FIRST = 24  # the wanted mean of 40 steps falls during so many
+
+
+@pytest.fixture(scope="module")
+def finished(model_folder, tmp_path_factory):
+    """A run that nothing but its patience has stopped."""
+    out = tmp_path_factory.mktemp("run")
+    run(settings(model_folder, *RECIPE), out)
+    return out
+
+
+def state(out, name="done"):
+    return torch.load(out / f"checkpoints/stage1/{name}.ckpt", weights_only=True)
+
+
+class Losses(Stage):
+    """A stage whose held-out losses are given; its scores are the number of the step."""
+
+    def __init__(self, losses):
+        torch.nn.Module.__init__(self)
+        self.losses, self.alpha = losses, torch.nn.Parameter(torch.zeros(1))
+
+    def heldout(self, batches):
+        return self.losses[int(self.alpha)]
+
+    def log(self, *args, **kwargs):
+        """Drop what Lightning would write: there is no trainer here."""
+
+
+@given(st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.4, 0.5]), min_size=1, max_size=30), st.integers(1, 5))
+def test_patience_ends_a_stage_that_gains_no_more(losses, patience):
+    """It goes on until so many looks in a row are no better than the best before them."""
+    stopper = EarlyStop(StageConfig(len(losses), 0.1, patience=patience, heldout_every=1))
+    stopper.first = 0
+    stage, taken = Losses(losses), 0
+    for step in range(len(losses)):
+        stage.alpha.data.fill_(step)
+        trainer = SimpleNamespace(global_step=step, max_steps=len(losses), should_stop=False)
+        stopper.on_train_batch_end(trainer, stage)
+        taken += 1
+        again = EarlyStop(stopper.config)
+        again.load_state_dict(stopper.state_dict())
+        assert again.over == stopper.over == trainer.should_stop
+        if trainer.should_stop:
+            break
+    seen = losses[:taken]
+    waits = [i for i in range(1, taken + 1) if i >= patience + 1 and min(losses[: i - patience]) <= min(losses[:i])]
+    assert waits == ([taken] if stopper.over else [])
+    assert best_look(stopper.looks) == (seen.index(min(seen)), min(seen))
+    stopper.restore(stage)
+    assert stage.alpha.item() == seen.index(min(seen))
+
+
+def test_looks_begin_when_scores_have_fallen():
+    assert first_look(StageConfig(2000, 0.02, lam="auto", patience=1)) == 1200
+    assert first_look(StageConfig(2000, 0.02, lam=0.06, patience=1)) == 400
+    assert first_look(StageConfig(3, 0.02, patience=1)) == 1
+
+
+def test_a_run_ends_early_with_its_best_scores(finished, model_folder, tmp_path):
+    done, metrics = state(finished), json.loads((finished / "metrics.json").read_text())
+    looks, steps = done["record"]["looks"], [s["step"] for s in done["record"]["steps"]]
+    assert [step for step, _ in looks] == list(range(FIRST, steps[-1] + 1, 2))
+    assert steps[-1] < 40
+    step, loss = best_look(looks)
+    assert looks.index((step, loss)) == len(looks) - 3
+    assert metrics["heldout"] == {"stage1": {"step": step, "loss": loss, "ended": steps[-1]}}
+
+    patient = [*RECIPE, "stage1.patience=100", "stage2.steps=0"]  # goes on to the last step, and passes that one
+    course, keep = {}, Recorder.on_train_batch_end
+
+    def note(recorder, trainer, module, *args):
+        course.setdefault(trainer.global_step, module.alpha.detach().clone())
+        keep(recorder, trainer, module, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "on_train_batch_end", note)
+        run(settings(model_folder, *patient), tmp_path)
+    assert torch.equal(done["alpha"], course[step])
+    assert state(tmp_path)["record"]["looks"][: len(looks)] == looks
+    assert len(course) == 40
+
+
+def test_the_loss_is_that_of_the_deployed_mask(model_folder):
+    """It is what stage 2 minimises when heads without channels drop their middle."""
+    backbone = backbones.load(str(model_folder))
+    mixture = Mixture({"multikey": 1}, backbone.tokenizer, 300, 400, questions=2)
+    batches = RetrievalData(backbone, mixture).held_out(3)
+    scores = torch.rand(backbone.shape, generator=torch.Generator().manual_seed(1))
+    scores[0, 1] = 0  # a head without channels
+    pruning = PruningConfig(0.7, align=4, sink=4, window=32)
+    for objective in ("kl", "l2"):
+        one = Stage1(backbone, StageConfig(1, 0.1, objective=objective), pruning, scores)
+        two = Stage2(backbone, StageConfig(1, 0.1, objective=objective, empty_heads="drop"), pruning, scores)
+        assert (one.mask().channels_per_head == 0).any()
+        one.trainer = SimpleNamespace(world_size=1)
+        wanted = [float(two.distillation(batch).detach()) for batch in batches]
+        assert one.heldout(batches) == pytest.approx(sum(wanted) / 3, rel=1e-6)
+
+
+def test_no_step_trains_on_held_out_documents(model_folder):
+    backbone = backbones.load(str(model_folder))
+    mixture = Mixture({"multikey": 1}, backbone.tokenizer, 300, 400, per_length=2)
+    data = RetrievalData(backbone, mixture, documents=2)
+    assert len(data.held_out(5)) == 3
+    held_out = [batch.documents.ids for batch in data.held_out(4)]
+    trained = [Steps(backbone, mixture, 2, 0, 1)[i].documents.ids for i in range(2)]
+    assert not any(torch.equal(one, other) for one in held_out for other in trained)
+    ranks = []
+    for rank in range(2):
+        one = RetrievalData(backbone, mixture)
+        one.trainer = SimpleNamespace(global_rank=rank, world_size=2)
+        ranks.append([batch.documents.ids for batch in one.held_out(4)])
+    assert [len(found) for found in ranks] == [2, 2]
+    together = [ids[0].tolist() for found in ranks for ids in found]
+    assert len({tuple(ids) for ids in together}) == 4
+
+
+def test_held_out_documents_lie_on_the_device_of_the_stage(model_folder):
+    backbone = backbones.load(str(model_folder))
+    data = RetrievalData(backbone, Mixture({"multikey": 1}, backbone.tokenizer, 300, 400))
+    stop = EarlyStop(StageConfig(10, 0.1, patience=1))
+    stop.on_train_start(SimpleNamespace(datamodule=data), SimpleNamespace(device=torch.device("meta")))
+    rows = [part for batch in stop._batches for part in (batch.documents, batch.prompts, batch.answers)]
+    assert rows
+    assert {part.ids.device.type for part in rows} == {"meta"}
+
+
+def test_killed_and_started_again(finished, model_folder, tmp_path):
+    out = tmp_path / "run"
+
+    def work():
+        at_step(FIRST + 2)
+        run(settings(model_folder, *RECIPE), out)
+
+    assert killed(work)
+    run(settings(model_folder, *RECIPE), out)
+    assert torch.equal(alpha(out), alpha(finished))
+    assert state(out)["record"]["looks"] == state(finished)["record"]["looks"]
+    assert state(out)["record"]["steps"] == state(finished)["record"]["steps"]
+
+
+def test_a_stage_that_had_ended_takes_no_step_more(finished, model_folder, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    for file in (out / "checkpoints/stage1/done.ckpt", out / "mask.safetensors"):
+        file.unlink()
+    shutil.rmtree(out / "checkpoints/stage2")
+    before = Stage.training_step
+
+    def only_stage2(stage, *args):
+        assert isinstance(stage, Stage2)
+        return before(stage, *args)
+
+    monkeypatch.setattr(Stage, "training_step", only_stage2)
+    run(settings(model_folder, *RECIPE), out)
+    assert torch.equal(alpha(out), alpha(finished))
+
+
+def test_ranks_stop_where_one_process_stops(model_folder, tmp_path):
+    recipe = [*RECIPE, "model.dtype=float64", "stage1.steps=12", "stage1.heldout_every=1"]
+    output = forked_ranks(model_folder, tmp_path, "ranks", *recipe)
+    run(settings(model_folder, *recipe, "data.documents=2"), tmp_path / "one")
+    ours, theirs = (state(tmp_path / name)["record"]["looks"] for name in ("ranks", "one"))
+    assert [step for step, _ in ours] == [step for step, _ in theirs]
+    assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in theirs], rel=1e-3)
+    assert output.count("stage1 ended at step") == 1
+
+
+NEVER = "checkpoint_every=1000"  # what is saved is saved by the signal
+
+
+@pytest.fixture
+def slurm_job(tmp_path, monkeypatch):
+    """Pretend to be job 7 and return the file in which `scontrol` would find what it is asked."""
+    asked = tmp_path / "asked"
+    program = tmp_path / "bin/scontrol"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {asked}\n[ ! -e {tmp_path}/refuse ] || {{ echo disabled >&2; exit 1; }}\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    return asked
+
+
+@pytest.fixture(scope="module")
+def unbroken(model_folder, tmp_path_factory):
+    """The scores of a run that nothing has stopped."""
+    out = tmp_path_factory.mktemp("whole")
+    run(settings(model_folder, NEVER), out)
+    return alpha(out)
+
+
+@pytest.mark.parametrize(("step", "number"), [(1, signal.SIGUSR1), (6, signal.SIGTERM), (8, signal.SIGINT)])
+def test_a_signal_saves_the_step_and_the_run_goes_on(model_folder, unbroken, tmp_path, monkeypatch, step, number):
+    config, before = settings(model_folder, NEVER), [signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM)]
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with monkeypatch.context() as patch, Signals() as signals:
+        patch.setattr(Recorder, "on_train_batch_end", Recorder.on_train_batch_end)  # is put back
+        at_step(step, number)
+        with pytest.raises(SystemExit) as stopped:
+            run(config, tmp_path / "stopped", signals)
+    assert stopped.value.code == 128 + number
+    assert [signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM)] == before
+    stage, done = ("stage1", step) if step <= 6 else ("stage2", step - 6)
+    state = torch.load(tmp_path / f"stopped/checkpoints/{stage}/last.ckpt", weights_only=True)
+    assert state["global_step"] == done
+    assert not (tmp_path / "stopped/mask.safetensors").exists()
+    monkeypatch.setattr(Recorder, "on_train_batch_end", Recorder.on_train_batch_end)
+    taken = at_step(0)
+    run(config, tmp_path / "stopped")
+    assert len(taken) == 6 + 4 - step  # no step is done twice
+    assert torch.equal(alpha(tmp_path / "stopped"), unbroken)
+
+
+def test_a_signal_during_validation_ends_at_once(model_folder, tmp_path, monkeypatch):
+    """Nothing is lost by it: the stages are done, and the other ranks have left."""
+    config = settings(model_folder, *VALIDATION)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr("leank_train.train.validate", lambda *args: os.kill(os.getpid(), signal.SIGUSR1))
+    with Signals() as signals, pytest.raises(SystemExit):
+        run(config, tmp_path, signals)
+    assert (tmp_path / "mask.safetensors").exists()
+    assert not (tmp_path / "metrics.json").exists()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(capsys):
+    with Signals(kept=lambda: "3 steps are kept") as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.received == signal.SIGINT
+        with pytest.raises(SystemExit) as stopped:
+            os.kill(os.getpid(), signal.SIGINT)
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "leank_train: stopped by Ctrl-C; 3 steps are kept\n"
+
+
+def test_ctrl_c_before_the_first_step_stops_at_once():
+    with Signals() as signals:
+        signals.leave_at_once()
+        with pytest.raises(SystemExit) as stopped:
+            os.kill(os.getpid(), signal.SIGINT)
+    assert stopped.value.code == 130
+
+
+def leave(requeues, number=signal.SIGUSR1, first=True):
+    signals = Signals(requeues)
+    signals.received = number
+    with pytest.raises(SystemExit) as stopped:
+        signals.leave(first)
+    return stopped.value.code
+
+
+def test_only_the_first_rank_requeues_and_only_when_the_time_is_up(slurm_job, monkeypatch):
+    assert leave(2) == 0
+    assert slurm_job.read_text() == "requeue 7\n"
+    assert leave(2, first=False) == 0  # the others end well, so that nothing kills the first before it has asked
+    assert leave(2, signal.SIGTERM) == 128 + signal.SIGTERM  # scancel means it
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert leave(2) == leave(2, first=False) == 128 + signal.SIGUSR1
+    assert slurm_job.read_text() == "requeue 7\n"
+
+
+def test_a_refused_requeue_says_what_to_do(slurm_job, tmp_path):
+    (tmp_path / "refuse").touch()
+    signals = Signals(1)
+    signals.received = signal.SIGUSR1
+    with pytest.raises(RuntimeError, match=r"scontrol requeue 7: disabled; submit it with --requeue"):
+        signals.leave(first=True)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_of_two_ranks_stops_both(model_folder, tmp_path):
+    process = two_ranks(model_folder, tmp_path, "out", "stage1.steps=2000", NEVER)
+    while process.poll() is None and not list(tmp_path.glob("out/config.yaml")):
+        time.sleep(0.05)
+    for line in process.stdout:
+        if "stage1:" in line:
+            break
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[0]), signal.SIGTERM)  # not the first
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert (tmp_path / "out/checkpoints/stage1/last.ckpt").exists()
+
+
+@pytest.mark.parametrize(("seconds", "between"), [(0.0, 3), (1e9, 0)])
+def test_a_log_file_gets_a_line_now_and_then(monkeypatch, capsys, seconds, between):
+    monkeypatch.setattr(progress, "BETWEEN_LINES", seconds)
+    with Meter("stage1: learns", 12, done=9) as meter:
+        for _ in range(3):
+            meter.set_postfix({"loss": 0.123456}, refresh=False)
+            meter.update()
+    said = capsys.readouterr().out
+    assert "\r" not in said
+    lines = said.split("\n")
+    assert lines[0] == "stage1: learns: 9 of 12 steps; 00:00 so far, about ? left"
+    assert len([line for line in lines if line]) == between + 2
+    assert lines[-3].startswith("stage1: learns: 12 of 12 steps; ")
+    assert lines[-3].endswith(" left, loss=0.123")
+
+
+def test_a_terminal_shows_a_bar(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with Meter("stage1: learns", 2) as meter:
+        meter.update(2)
+    assert "\rstage1: learns: 100%" in terminal.getvalue()
+    assert "2/2" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_only_the_first_process_reports_and_goes_on_where_it_stopped(capsys, enabled):
+    trainer = SimpleNamespace(
+        max_steps=5, global_step=3, progress_bar_metrics={"loss": 0.5, "v_num": "x"}, loggers=[]
+    )  # fmt: skip
+    bar = StageProgress("stage2")
+    if not enabled:
+        bar.disable()
+    bar.on_train_start(trainer)
+    for trainer.global_step in (4, 5):
+        bar.on_train_batch_end(trainer, None)
+    bar.teardown()
+    told = [line for line in capsys.readouterr().out.splitlines() if line]
+    if not enabled:
+        assert told == []
+        return
+    assert told[0].startswith(f"stage2: {PHASES['stage2']}: 3 of 5 steps;")
+    assert told[-1].startswith(f"stage2: {PHASES['stage2']}: 5 of 5 steps;")
+    assert told[-1].endswith("loss=0.5")

@@ -177,19 +177,14 @@ def test_evaluation_refuses_nonsense(make, message):
     ("overrides", "message"),
     [
         (["+sead=3"], r"sead is no setting; did you mean seed\? There are model, data"),
-        (["stage1.lr=1e30"], r"stage1\.lr=1e\+30 must be"),
         (["++stage2.lam=inf"], r"stage2\.lam=inf must be"),
-        (["+model.overrides.rope_tetha=1"], r"model\.overrides\.rope_tetha is no setting"),
         (["data.tasks=3"], r"data\.tasks=3 must be"),
-        (["+trainer.gradient_clip_val=1"], r"trainer\.gradient_clip_val is no setting"),
         (["+logger._target_=os.system"], r"logger\._target_ is no setting"),
-        (["+data.question=1"], r"data\.question is no setting; did you mean questions\?"),
         (["++stage2.lam=auto"], "stage2.lam='auto' has no effect: only stage 1 has it; leave it out"),
         (["++stage2.l1=sum"], "stage2.l1='sum' has no effect: only stage 1 has it"),
         (["++stage1.straight_through=alpha_beta"], "stage1.straight_through='alpha_beta' has no effect: only stage 2"),
         (["stage1.l1=sum"], "stage1.l1='sum' and stage1.reduction='official' with stage1.lam='auto': .* fit means"),
         (["stage1.reduction=paper"], "stage1.reduction='paper' with stage1.lam='auto'"),
-        (["++stage1.objective=mse"], "stage1.objective='mse' must be"),
         (["trainer.sequence_parallel=2"], "trainer.sequence_parallel=2 needs several processes"),
         (["trainer.shard_weights=true"], "trainer.shard_weights=True needs several processes"),
         (["trainer=fsdp", "validation.samples=1"], "validation.samples=1: validation runs in one process"),
@@ -219,7 +214,6 @@ PARTIAL = {
 
 
 BEFORE_TRAINING = {
-    "ratio of all": (["pruning.ratio=1.0"], [r"pruning\.ratio=1\.0 must be", "share of channels"]),
     "alignment": (["pruning.align=5"], [r"pruning\.align=5 does not divide head_dim=16", "use a divisor"]),
     "window and sink": (
         ["pruning.sink=100", "pruning.window=200"],
@@ -241,7 +235,15 @@ BEFORE_TRAINING = {
     ),
     "no network": (["model.name=org/Llama-8B"], [r"model\.name='org/Llama-8B'", "no hub copy", "or log in to the hub"]),
     "missing essays": (["data.essays=/nowhere.txt"], [r"essays='/nowhere\.txt' does not exist", "give a .txt"]),
-    "key of a stage": (["+stage2.lamda=1"], [r"stage2\.lamda is no setting; did you mean lam\? There are steps, lr"]),
+    "missing text": (
+        ["data.text=/nowhere.txt", "++data.tasks.text=1"], [r"data\.text='/nowhere\.txt' does not exist; give a .txt"],
+    ),
+    "text that nothing reads": (["data.text=a.txt"], [r"data\.text='a\.txt' has no effect", r"\+data\.tasks\.text=1"]),
+    "missing prompts": (
+        ["data.prompts=/nowhere", "++data.tasks.prompts=1"], [r"data\.prompts='/nowhere' does not exist; give a file"],
+    ),
+    "prompts that nothing reads": (["data.prompts=a"], [r"data\.prompts='a' has no effect", "take data=own_prompts"]),
+    "no prompts": (["++data.tasks.prompts=1"], [r"data\.tasks\.prompts=1.* reads prompts of yours: set data\.pro"]),
     "no steps": (["stage1.steps=0", "stage2.steps=0"], ["nothing would be learned; give one"]),
     "lengths": (["data.min_length=500"], [r"data\.min_length=500 is above data\.max_length=400"]),
     # tasks

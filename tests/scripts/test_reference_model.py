@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from leank.data_gen import haystack
-from leank.data_gen.request import Request
+from leank.data_gen.task import Request
 from leank.data_gen.tasks import TASKS
 from leank.data_gen.tokens import TokenCounter
 from scripts.reference_model.batches import RECIPES, Batches, RowMaker, TrainingRow, collate, in_order

@@ -1,7 +1,5 @@
 """What runs over a sealed layer: the Triton kernel where it can, else plain PyTorch; with a GPU a warning says why."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os
@@ -22,9 +20,8 @@ if TYPE_CHECKING:
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int, group: int, interpret: bool) -> str | None:
-    """Why the kernel cannot run over such a layer, or None if it can.
+    """Why the kernel cannot run over such a layer, with `group` query heads per KV head; None if it can.
 
-    group: query heads per KV head
     interpret: whether Triton's interpreter, which runs on a CPU and is slow, may take a GPU's place
     """
     interpreted = interpret and os.environ.get("TRITON_INTERPRET") == "1"
@@ -58,20 +55,13 @@ class Auto:
     """The choice of the kernel, or of plain PyTorch where the kernel cannot run."""
 
     def __init__(self, insist: bool = False, **kernel_options: Any) -> None:
-        """Choose between the kernel and plain PyTorch.
-
-        insist: whether to raise RuntimeError where the kernel cannot run
-        kernel_options: as for `launch.Kernel`
-        """
+        """Choose by layer; insist: raise RuntimeError where the kernel cannot run; others: as for `launch.Kernel`."""
         self.insist, self.options = insist, kernel_options
         self.kernel: Kernel | None = None  # made for the first layer that it can run over
         self.chosen: Chosen | None = None  # the same for layers that choose what they read
 
     def choose(self, store: Store, q: Tensor, softmax: Softmax = PLAIN) -> Plain:
-        """The kernel if it can run over the layer, else plain PyTorch.
-
-        Raises RuntimeError if the kernel cannot run and this choice insists on it.
-        """
+        """The kernel if it can run over the layer, else plain PyTorch, or RuntimeError if this choice insists."""
         group = q.shape[1] // store.ring_k.shape[1]
         reason = (
             why_not(q.device, q.dtype, q.shape[-1], group, self.insist)
@@ -108,9 +98,7 @@ BackendChoice: TypeAlias = Plain | Auto  # the layers of a cache share one choic
 def choose_backend(name: str, **kernel_options: Any) -> BackendChoice:
     """The choice of that name: "auto" (kernel where possible), "torch" (plain PyTorch) or "triton" (kernel or error).
 
-    kernel_options: as for `launch.Kernel`
-
-    Raises ValueError for another name.
+    kernel_options: as for `launch.Kernel`. Raises ValueError for another name.
     """
     if name == "torch":
         return Plain()

@@ -29,12 +29,9 @@ def attend(store: Store, q: Tensor, position: Tensor, scaling: float, softmax: S
     A query sees sink and window up to its own index, and the tokens of the middle that the choice of reads shows. The
     weights go to the layer's eviction policy.
 
-    store: the sealed layer
     q: [B, Hq, Q, D]
     position: [B, Q], the real index of each query, -1 for padding, whose output is zero
     scaling: factor of the logits
-    softmax: the model's
-
     Returns [B, Q, Hq, D] in q's dtype, computed in at least fp32.
     """
     layout, (batch, q_heads, new, dim) = layout_of(store), q.shape
@@ -98,10 +95,7 @@ class PartLayout:
         return pad(rows, (0, 1)).gather(-1, self._channels[:, None].expand(-1, rows.shape[1], -1))
 
     def column(self, token: Tensor) -> Tensor:
-        """The column of each head's middle token, in the parts side by side; the inverse of `token`.
-
-        token: [X or 1, n], counted from the first token of the prompt's middle
-        """
+        """The column of each head's middle token [X or 1, n] in the parts side by side; the inverse of `token`."""
         return torch.where(token < self.prompt, token, token + (self.prompt_columns - self.prompt))
 
     def token(self) -> Tensor:
@@ -155,8 +149,6 @@ class Plain:
     """The backend in plain PyTorch, for any device and dtype; as a choice it chooses itself.
 
     `launch.Kernel` overrides what Triton does faster, and its tests hold it equal to this.
-
-    captures: whether a decoding step can be captured into a CUDA graph
     """
 
     captures = False

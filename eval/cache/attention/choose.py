@@ -1,7 +1,5 @@
 """Launches a decoding step that chooses what it reads: scores, choice, attention over what was chosen."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,59 +24,40 @@ ALIGNED = 16  # scores of a query head begin at multiples of so many
 
 @dataclass(frozen=True)
 class ChosenConfig:
-    """How the kernels of a step are launched.
+    """How the kernels of a step are launched."""
 
-    tile, warps, per_sm: of the attention: tokens at a time, and programs per multiprocessor
-    span: slots of sink and window that a program reads
-    score_tile, label_tile: of the scores: pages at a time, and tokens of 16 labels
-    score_warps, score_per_sm: of the scores
-    held: of the choice, one program per query head: tokens that a thread holds, and about as many pages
-    run: tokens of a run, whose best is found with the scores
-    merge: partial results that a merge reads at a time
-    """
-
-    tile: int = 32
+    tile: int = 32  # tile, warps, per_sm: of the attention: tokens at a time, and programs per multiprocessor
     warps: int = 4
     per_sm: int = 2
-    span: int = 64
-    score_tile: int = 64
+    span: int = 64  # slots of sink and window that a program reads
+    score_tile: int = 64  # score_tile, label_tile: of the scores: pages at a time, and tokens of 16 labels
     label_tile: int = 256
-    score_warps: int = 4
+    score_warps: int = 4  # score_warps, score_per_sm: of the scores
     score_per_sm: int = 2
-    held: int = 16
-    run: int = 8
-    merge: int = 16
+    held: int = 16  # of the choice, one program per query head: tokens that a thread holds, and about as many pages
+    run: int = 8  # tokens of a run, whose best is found with the scores
+    merge: int = 16  # partial results that a merge reads at a time
 
 
 @dataclass
 class ChosenPlan(Uncopied):
-    """Where one store lies, kept until addresses or capacities change.
+    """Where one store lies, kept until addresses or capacities change."""
 
-    table: [B H, FIELDS] int64, on the device; a captured step reads it where it is
-    version: of the store
-    group: query heads per KV head, for whose scores there is room
-    scores: float32, which the table points to
-    step, label_step: divide every channel count, and every number of channels that are read as labels: 16, 8 or 1
-    channels, labels: a power of two that is at least the channels of any head, and the same of label channels
-    room: pages or tokens of a head's middle that there is room for
-    """
-
-    table: Tensor
-    version: int
-    group: int
-    scores: Tensor
+    table: Tensor  # [B H, FIELDS] int64, on the device; a captured step reads it where it is
+    version: int  # of the store
+    group: int  # query heads per KV head, for whose scores there is room
+    scores: Tensor  # float32, which the table points to
+    # step, label_step: divide every channel count, and every number of channels that are read as labels: 16, 8 or 1
     step: int
     label_step: int
+    # channels, labels: a power of two that is at least the channels of any head, and the same of label channels
     channels: int
     labels: int
-    room: int
+    room: int  # pages or tokens of a head's middle that there is room for
 
 
 class Chosen(Kernel):
-    """The backend in Triton for layers that choose what they read; the layers of a cache share its scratch memory.
-
-    Several query tokens at once, as in a later turn, run in plain PyTorch.
-    """
+    """The backend in Triton for layers that choose what they read; several query tokens run in plain PyTorch."""
 
     def __init__(self, config: ChosenConfig | None = None, programs: int = 0) -> None:
         """Choose the launch; programs: number of programs, 0 = so many per multiprocessor as `config` says."""
@@ -93,7 +72,6 @@ class Chosen(Kernel):
         return max(1, -(-programs // units))
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-        """Attention in three launches; parameters and result are those of `batched.attend`."""
         batch, q_heads, queries, dim = q.shape
         self._group = q_heads // store.ring_k.shape[1]
         if queries > 1 or not softmax.plain:
@@ -168,15 +146,10 @@ class Chosen(Kernel):
         return self._chosen
 
     def move(self, store: Store, due: np.ndarray) -> None:
-        """Move tokens that are due, and bring the bounds of their pages up to date; the reference is `Store.move`."""
         super().move(store, due)
         self.prepare(store, int(due.max()))
 
     def prepare(self, store: Store, moved: int = 0) -> ChosenPlan:  # type: ignore[override]
-        """The store's table, made anew in place if addresses or capacities have changed, and its bounds.
-
-        moved: the most tokens that have joined a head's middle since the bounds were current
-        """
         old, ranking = store.plan if isinstance(store.plan, ChosenPlan) else None, ranking_of(store)
         if old is not None and (old.version, old.group) == (store.version, self._group):
             plan = old
@@ -223,15 +196,14 @@ class Chosen(Kernel):
         bounds.settle(store)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Scratch memory held, by name."""
         return {**super().tensors(), "scores": self._scores, "chosen": self._chosen}
 
 
 def lines_held(candidates: int) -> tuple[int, int]:
     """Lines that a program of `choose` holds of so many pages or runs, and how many of these a line has.
 
-    There is room for 1/16 more, because a captured step goes on while the middle grows, and each count reads what is
-    past the lines again. So where a power of two is full, lines grow longer rather than twice as many.
+    There is room for 1/16 more, as the middle grows under a captured step and each count reads what is past the lines
+    again. So where a power of two is full, lines grow longer rather than twice as many.
     """
     wanted = candidates + candidates // 16 + 1
     lines = max(8, min(MOST_BLOCK // LINE, triton.next_power_of_2(-(-wanted // LONGEST))))

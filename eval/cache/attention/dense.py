@@ -4,8 +4,6 @@ cuDNN's attention, SDPA's first choice on recent GPUs, plans for tens of millise
 calls that are long enough to gain by it may use it (`leank.kernels.cudnn_pays`).
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import torch
@@ -60,10 +58,7 @@ def _with_lse(q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> tuple[T
 
 
 def _beyond_plain(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softmax: Softmax) -> Tensor:
-    """Causal attention with soft-capped logits or attention sinks.
-
-    A sink divides the output by 1 + exp(sink - lse), so the flash kernel's log-sum-exp is all that it needs.
-    """
+    """Causal attention with soft-capped logits or sinks; a sink divides the output by 1 + exp(sink - lse)."""
     if softmax.softcap is not None or softmax.sink_logits is None or not flash_takes(q):
         return written_out(q, k, v, scaling, softmax)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
@@ -73,15 +68,7 @@ def _beyond_plain(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softma
 
 
 def latest(q: Tensor, k: Tensor, v: Tensor, scaling: float | None = None, real: Tensor | None = None) -> Tensor:
-    """Attention of the last column's query alone.
-
-    q: [B, Hq, 1, D]
-    k, v: [B, H, T, D]
-    scaling: factor of the logits, None = 1 / sqrt(D)
-    real: [B, T] bool, False = padding, None = no padding; the query's own column always counts as real
-
-    Returns [B, Hq, 1, D].
-    """
+    """Attention [B, Hq, 1, D] of the last column's query alone, which always counts as real; see `attend`."""
     with sdpa_kernel(WITHOUT_PLANS):
         if real is None and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
             # Flash itself turns the heads of a group into query rows; only then does it split the keys over the GPU.
@@ -92,10 +79,7 @@ def latest(q: Tensor, k: Tensor, v: Tensor, scaling: float | None = None, real: 
 
 
 def _bias(real: Tensor, dtype: torch.dtype) -> Tensor:
-    """What SDPA adds to the logits of one query, [B, 1, 1, T]: -inf in padding.
-
-    The last column counts as real, so that the output of a padding query is finite, too.
-    """
+    """What SDPA adds to one query's logits, [B, 1, 1, T]: -inf in padding, but for the last column: all is finite."""
     batch, length = real.shape
     bias = torch.zeros(batch, 1, 1, round_up(length, ALIGNED), dtype=dtype, device=real.device)
     bias[:, 0, 0, : length - 1].masked_fill_(~real[:, :-1], -torch.inf)
@@ -113,14 +97,10 @@ def attend(
 ) -> Tensor:
     """Causal attention of the last Q of T columns; neighbours of equal padding are computed together, without it.
 
-    q: [B, Hq, Q, D]
-    k, v: [B, H, T, D]
+    q: [B, Hq, Q, D]; k, v: [B, H, T, D]
     scaling: factor of the logits, None = 1 / sqrt(D)
     real: [B, T] bool, False = padding, None = no padding
-    softmax: the model's
-    lse: [B, Hq, Q] float32 or None; takes each query's log-sum-exp, and stays as it is where the query is padding; the
-        softmax must be plain
-
+    lse: [B, Hq, Q] float32 or None; takes each query's log-sum-exp of a plain softmax, but where the query is padding
     Returns [B, Q, Hq, D], zero where the query is padding.
     """
     if real is None or bool(real.all()):

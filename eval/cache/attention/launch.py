@@ -1,7 +1,5 @@
 """Launches the decode kernel, over a middle in 16 bits or in KIVI's pages: work tables, scratch memory, tile sizes."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable
@@ -15,15 +13,15 @@ from torch import Tensor
 
 from leank.eval.cache.attention import work
 from leank.eval.cache.attention.batched import Plain
-from leank.eval.cache.attention.evict import Weights
-from leank.eval.cache.attention.kernels import banded, decode, packed, ring
+from leank.eval.cache.attention.kernels import banded, decode, evict, packed, ring
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
 from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
 from leank.eval.cache.storage.banded import PAGE_ROOM, Banded, page_room
 from leank.eval.cache.storage.codecs import PageSegment
+from leank.eval.cache.storage.eviction import Choice, Eviction
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.segment import PAGE
-from leank.eval.cache.storage.store import Store
+from leank.eval.cache.storage.store import GROWTH, Store
 from leank.eval.cache.storage.upload import scratch, update, upload
 
 MAX_ROWS = 32  # query tokens x heads of a group in one tile; more query tokens take several passes, called chunks
@@ -31,6 +29,10 @@ MOVED = 32  # tokens that a program of `move` holds in registers at a time
 MAX_CHUNKS = 4  # chunks in one launch; the limit bounds the scratch memory
 AHEAD = 4 * PAGE_ROOM  # bytes of pages that a program may ask for before it needs them, where that is a choice
 SHARED = 208_000  # bytes that a program has for them at most
+BLOCK = 256  # tokens whose weights a program adds, or whose scores it moves, at a time
+SLICE = 64  # channels of a token that a program moves
+PROGRAMS = 1056  # that add weights, at most: eight per multiprocessor of a large GPU
+ROOMY = 2  # a tail with room for more than so many times the tokens that stay makes way for a smaller one
 FEW = 32  # pages of the middle for each program, below which a codec's kernel may take another `Config`
 
 
@@ -48,29 +50,21 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Config:
-    """How the decode kernel is launched.
+    """How the decode kernel is launched."""
 
-    tile: tokens that a program reads at a time, 64 or 128
-    warps, stages: of a program
-    registers: limit per thread, 0 = none
-    per_sm: programs per multiprocessor
-    merge: lines of partial results that a merge asks for at a time, if that many rows at once keep all threads busy; a
-        line is one query row's
-    slow: how much longer a byte of the middle takes than one of sink and window, whose tiles have masks
-    per_tile, piece: what it costs to read a tile, beside its bytes, and to start a piece; see work.cut
-    pdl: whether to use programmatic dependent launch, where the GPU has it
-    """
-
-    tile: int = 64
-    warps: int = 4
+    tile: int = 64  # tokens that a program reads at a time, 64 or 128
+    warps: int = 4  # warps, stages: of a program
     stages: int = 3
-    registers: int = 0
-    per_sm: int = 2
+    registers: int = 0  # limit per thread, 0 = none
+    per_sm: int = 2  # programs per multiprocessor
+    # lines of partial results that a merge asks for at a time, if that many rows at once keep all threads busy; a line
+    # is one query row's
     merge: int = 64
-    slow: float = 0.85
+    slow: float = 0.85  # how much longer a byte of the middle takes than one of sink and window, whose tiles have masks
+    # per_tile, piece: what it costs to read a tile, beside its bytes, and to start a piece; see work.cut
     per_tile: int = work.TILE_BYTES
     piece: int = work.PIECE_BYTES
-    pdl: bool = True
+    pdl: bool = True  # whether to use programmatic dependent launch, where the GPU has it
 
 
 WIDE = Config(warps=8)  # for tiles of more than 16 rows
@@ -85,20 +79,16 @@ PACKED_FEW = {b: replace(_BYTES, stages=2, slow=slow, piece=65536) for b, slow i
 
 @dataclass(frozen=True)
 class CodecKernels:
-    """The kernels of a codec, which `Codec.kernels` names; `packed_kernels` makes those of KIVI's pages.
+    """The kernels of a codec, which `Codec.kernels` names; `packed_kernels` makes those of KIVI's pages."""
 
-    read: the Triton function that reads a part's codes within the decode kernel, with the parameters of
-        `kernels.packed.read`
-    codes: what `read` is compiled for, a tuple with names
-    share: bytes of a number of the middle, over those of a number of the cache
-    config: the launch for tiles of so many rows; the other argument says whether every program has few pages
-    move: launches what `Store.move` does; its tensor, int32 [>= B], is zero before and after
-    """
-
+    # the Triton function that reads a part's codes within the decode kernel, with the parameters of
+    # `kernels.packed.read`
     read: Any
-    codes: tuple[Any, ...]
-    share: float
+    codes: tuple[Any, ...]  # what `read` is compiled for, a tuple with names
+    share: float  # bytes of a number of the middle, over those of a number of the cache
+    # the launch for tiles of so many rows; the other argument says whether every program has few pages
     config: Callable[[int, bool], Config]
+    # launches what `Store.move` does; its tensor, int32 [>= B], is zero before and after
     move: Callable[[Store, Tensor], None]
     heads: np.ndarray | None = None
     """[H, 4], where heads differ: numbers of 16 bits that a token's K and V take, and what the work table then has as
@@ -106,10 +96,7 @@ class CodecKernels:
 
 
 def kernels_of(store: Store) -> CodecKernels | None:
-    """The kernels of the store's codec; None = its middle is in 16 bits.
-
-    A codec says "module:function" in its `kernels`; the function makes them from the store.
-    """
+    """The kernels of the store's codec, made by the "module:function" that it names; None = 16 bits."""
     codec = store.middle.bits
     if codec is None or codec.kernels is None:
         return None
@@ -137,7 +124,6 @@ def packed_kernels(store: Store) -> CodecKernels:
 
 
 def _move_packed(store: Store, done: Tensor) -> None:
-    """Pack the tokens that are due, in one launch."""
     packing, tail, index = store.middle.bits, store.tail, store.channels.index
     assert isinstance(packing, Packing)
     batch, heads, slots, dim = store.ring_k.shape
@@ -222,23 +208,103 @@ class LaunchPlan(Uncopied):
     room: Tensor | None = None  # where the scores of a layer that evicts lie; see kernels.evict
 
 
+class Weights:
+    """The attention weights of layers that evict. The layers of a cache share its scratch memory.
+
+    A captured step reads the addresses of both on the device, so that larger ones can replace them between steps.
+    """
+
+    def __init__(self) -> None:
+        self._scratch = torch.empty(0)
+        self._at = torch.zeros(1, dtype=torch.int64)  # the address of the scratch memory
+        self._rows = 0  # query rows of a KV head in one launch, the most so far
+
+    def fit(self, store: Store, room: Tensor | None) -> Tensor | None:
+        """Give the scores and the scratch memory a column for every token that the layer has room for.
+
+        room: of an earlier call for this layer, which is changed in place; None = there was none
+        Returns int64 [2] on the device, the scores' address and columns; None if the layer does not evict.
+        """
+        policy = store.eviction
+        if policy is None:
+            return None
+        columns = store.sizes.sink + int(store.tail.capacity.max()) + store.ring_k.shape[2]
+        policy.reserve(columns)
+        self._hold(store, columns)
+        room = scratch(torch.zeros(2, dtype=torch.int64) if room is None else room, 2, policy.scores.device)
+        update(room, np.array([policy.scores.data_ptr(), columns]))
+        return room
+
+    def scratch(self, store: Store, policy: Eviction, rows: int) -> Tensor:
+        """Where the scratch memory lies, int64 [1], once it has room for `rows` query rows of every KV head."""
+        self._rows = max(self._rows, rows)
+        self._hold(store, policy.scores.shape[-1])
+        return self._at
+
+    def _hold(self, store: Store, columns: int) -> None:
+        need, device = store.tail.length.size * self._rows * (columns + 1), store.ring_k.device
+        before, self._scratch = self._scratch, scratch(self._scratch, need, device)
+        if self._scratch is not before:
+            self._at = scratch(self._at, 1, device)
+            update(self._at, np.array([self._scratch.data_ptr()]))
+
+    def add(self, store: Store, policy: Eviction, room: Tensor, position: Tensor, group: int, rows: int) -> None:
+        """Add the weights of the step whose logits are in the scratch memory; the reference is `Eviction.add`.
+
+        room: from `fit`; position: [B, Q], the real index of each query, -1 for padding
+        group: query heads per KV head; rows: query rows of a KV head in the launch
+        """
+        places, columns = store.tail.length.size, policy.scores.shape[-1]
+        evict.add_weights[(places, max(1, min(PROGRAMS // places, -(-columns // BLOCK))))](
+            *(self._at, room, position, store.seen_dev, store.start_dev, store.tail.length_dev),
+            *(policy.decay, position.shape[1], store.sizes.sink, places),
+            H=store.tail.length.shape[1],
+            GROUP=group,
+            ROWS=rows,
+            BLOCK=BLOCK,
+        )
+
+    def compact(self, store: Store, policy: Eviction, choice: Choice, room: Tensor) -> None:
+        """Drop tokens that do not stay from the tail, and their scores, in two launches; see `Eviction.prune`."""
+        tail, (stay, left) = store.tail, choice
+        most, dim = stay.shape[-1], tail.head_dim
+        roomy = (tail.capacity > ROOMY * (left + GROWTH)).any()
+        new = tail.fresh(tail.channels, np.where(left > 0, left + GROWTH, 0), tail.values) if roomy else tail
+        source = torch.empty(stay.shape, dtype=torch.int32, device=stay.device)
+        evict.drop[(left.size,)](
+            *(stay.contiguous().view(torch.uint8), source, room, store.seen_dev, store.start_dev, tail.length_dev),
+            *(most, store.sizes.sink),
+            H=left.shape[1],
+            TILE=BLOCK,
+        )
+        evict.compact[(left.size, 2 * dim // SLICE)](
+            *(tail.k, tail.v, new.k, new.v, tail.places(), new.places(), source, tail.length_dev, most, int(roomy)),
+            D=dim,
+            SLICE=SLICE,
+            PAGE=PAGE,
+        )
+        new.length, new.length_dev = left, tail.length_dev
+        store.tail = new
+        store.version += bool(roomy)
+        policy.held = store.held()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Scratch memory held, by name; without layers that evict there is none."""
+        return {"logits": self._scratch} if self._scratch.numel() else {}
+
+
 class Kernel(Plain):
     """The backend in Triton. The layers of a cache share its scratch memory, because they run one after the other."""
 
     captures = True
 
     def __init__(self, config: Config | None = None, programs: int = 0) -> None:
-        """Choose the launch.
-
-        config: None = the one for what a store holds
-        programs: number of programs, 0 = `config.per_sm` per multiprocessor
-        """
+        """Choose the launch, None = by what a store holds; programs: 0 = `config.per_sm` per multiprocessor."""
         self.config, self.programs = config, programs
         self._partials, self._done = torch.empty(0), torch.empty(0, dtype=torch.int32)
         self.weights = Weights()
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
-        """Put new tokens into the ring in one launch; the reference is `Store.write`."""
         batch, heads, new, dim = k.shape
         if new > MAX_ROWS:
             return store.write(k, v)
@@ -255,7 +321,6 @@ class Kernel(Plain):
         return position
 
     def move(self, store: Store, due: np.ndarray) -> None:
-        """Move tokens that are due in one launch, which counts them on the device; the reference is `Store.move`."""
         batch, heads, slots, dim = store.ring_k.shape
         tail, codec = store.tail, kernels_of(store)
         done = self._scratch(0, dim, batch, tail.k.device)[2]
@@ -277,7 +342,6 @@ class Kernel(Plain):
         tail.length += np.where(tail.capacity > 0, due[:, None], 0)
 
     def evict(self, store: Store) -> None:
-        """Drop the tokens of the middle that the policy gives up, in a few launches; the reference is `Store.evict`."""
         policy = store.eviction
         choice = None if policy is None else policy.chosen(store.prompt, store.tail, *store.ends(), kernel=True)
         if policy is not None and choice is not None:
@@ -286,10 +350,7 @@ class Kernel(Plain):
             self.weights.compact(store, policy, choice, room)
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
-        """Attention in one launch; parameters and result are those of `batched.attend`.
-
-        Raises ValueError for a softmax that is not plain, and for a scaling <= 0 of a packed middle.
-        """
+        """Attention in one launch; see `batched.attend`. Raises ValueError for what the kernel cannot compute."""
         if not softmax.plain:
             raise ValueError(f'{softmax.why_not_kernel}; use backend="auto" or "torch"')
         plan = self.prepare(store)
@@ -401,7 +462,6 @@ class Kernel(Plain):
         return self._partials, self._partials[lines * dim :], self._done
 
     def tensors(self) -> dict[str, Tensor]:
-        """Scratch memory held, by name."""
         return {"partials": self._partials, "done": self._done, **self.weights.tensors()}
 
 

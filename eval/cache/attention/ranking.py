@@ -3,8 +3,6 @@
 Single tokens are ranked by their label channels, pages by the bounds of their keys.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -19,15 +17,12 @@ from leank.eval.cache.storage.upload import upload
 
 
 class Bounds:
-    """The smallest and largest key of every page of one layer's middle, per row and KV head (Quest, Algorithm 1).
+    """The smallest and largest key of every page of a middle, per row and KV head (Quest, Algorithm 1).
 
     page: tokens of a page
-
-    Attributes:
     flat: the bounds of one head after the other, each [pages that there is room for, 2, kept channels]
-    first: [B, H], first element of each head's region
+    first, room: [B, H], first element of each head's region, and pages that it has room for
     pages, channels: [B, H], pages that hold tokens, and kept channels
-    room: [B, H], pages that there is room for
     table: [3, X, 1, 1], first, pages and channels on the device
     """
 
@@ -86,10 +81,7 @@ class Bounds:
         return store.prompt, store.prompt.k.data_ptr(), *lengths
 
     def highest(self, q: Tensor) -> Tensor:
-        """The highest product that a key of each page can have, [X, R, pages], with q [X, R, C]; -inf past the last.
-
-        sum over channels c of max(q_c min_c, q_c max_c)        (Algorithm 1)
-        """
+        """The highest product sum_c max(q_c min_c, q_c max_c) of each page, [X, R, pages], with q [X, R, C]."""
         if self._at is None:
             self._at = self._places()
         at, past = self._at
@@ -98,10 +90,7 @@ class Bounds:
         return bound.masked_fill(past, -torch.inf)
 
     def _places(self) -> tuple[Tensor, Tensor]:
-        """Where the bounds of every page and channel are, [2, X, pages, C], and which pages hold none, [X, 1, pages].
-
-        A head's first channel stands for channels that it lacks, where q is zero.
-        """
+        """Where each page's and channel's bounds are, [2, X, pages, C], and which pages hold none, [X, 1, pages]."""
         first, pages, channels = self.table
         channel, page = (torch.arange(int(n.max()), device=first.device) for n in (self.channels, self.pages))
         of_channel, of_page = torch.where(channel < channels, channel, 0), torch.where(page < pages, page, 0)
@@ -116,17 +105,13 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Ranking:
-    """How a layer ranks its middle for each query head, and how much of it a step reads.
+    """How a layer ranks its middle for each query head, and how much of it a step reads."""
 
-    most: pages, or tokens, that a query head reads at most
-    bounds: of the pages, which are ranked by them; None = tokens are ranked, by their label channels, which are stored
-        before the others
-    bits: that labels are rounded to, 16 = they are not
-    """
-
-    most: int
+    most: int  # pages, or tokens, that a query head reads at most
+    # of the pages, which are ranked by them; None = tokens are ranked, by their label channels, which are stored before
+    # the others
     bounds: Bounds | None = None
-    bits: int = 16
+    bits: int = 16  # that labels are rounded to, 16 = they are not
 
     @property
     def page(self) -> int:
@@ -135,10 +120,7 @@ class Ranking:
 
 
 class Column(IntEnum):
-    """Columns of the table, which has one line per row and KV head.
-
-    Offsets count elements from the ring's first, those of scores in units of four bytes.
-    """
+    """Columns of the table, a line per row and KV head; offsets count from the ring, scores' in four bytes."""
 
     PROMPT_K = 0
     PROMPT_V = 1
@@ -162,11 +144,7 @@ FIELDS = len(Column)
 
 
 def places(store: Store, ranking: Ranking, scores: Tensor, room: int, runs: int, group: int) -> np.ndarray:
-    """The table's content, [B H, FIELDS] int64.
-
-    scores: float32, at least [B Hq, room] scores and then [B Hq, runs] of runs
-    group: query heads per KV head
-    """
+    """The table's content, [B H, FIELDS] int64; scores: float32, [B Hq, room] of pages or tokens, then [B Hq, runs]."""
     base, prompt, tail = store.ring_k, store.prompt, store.tail
     heads = prompt.length.size
     number, dim = np.arange(heads), base.shape[-1]

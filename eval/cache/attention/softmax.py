@@ -16,22 +16,16 @@ UNKNOWN = ("position_bias", "indices", "block_indices", "sinks")  # arguments of
 
 
 class Softmax(NamedTuple):
-    """How logits become weights.
+    """How logits become weights."""
 
-    softcap: c, with which a logit x becomes c tanh(x / c); None = x stays x
-    sink_logits: [Hq], a learned logit per query head that takes its share of the weight and adds nothing to the output
-        (an "attention sink"); None = no such share
-    """
-
-    softcap: float | None = None
+    softcap: float | None = None  # c, with which a logit x becomes c tanh(x / c); None = x stays x
+    # [Hq], a learned logit per query head that takes its share of the weight and adds nothing to the output (an
+    # "attention sink"); None = no such share
     sink_logits: Tensor | None = None
 
     @classmethod
     def of(cls, layer: object, options: Mapping[str, Any]) -> Softmax:
-        """The softmax that a layer of a model asks for.
-
-        layer: its number, for messages
-        options: the keyword arguments that the layer hands to its attention function
+        """The softmax that a layer of a model asks for by the keyword arguments of its attention; layer: for messages.
 
         Raises ValueError for an argument that changes the attention in a way that is not implemented here.
         """
@@ -60,10 +54,7 @@ class Softmax(NamedTuple):
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def weights(self, logits: Tensor) -> Tensor:
-        """Weights of capped and masked logits [..., Hq, Q, T], -inf = unseen.
-
-        Without sinks, they are NaN in a row that sees nothing.
-        """
+        """Weights of capped, masked logits [..., Hq, Q, T]; NaN without sinks in a row that sees nothing."""
         if self.sink_logits is None:
             return logits.softmax(-1)
         sink = self.sink_logits.to(logits.dtype)[:, None, None].expand(*logits.shape[:-1], 1)
@@ -84,14 +75,11 @@ def written_out(
 ) -> Tensor:
     """Attention of any softmax in plain PyTorch, a block of queries at a time, in float32 or wider; differentiable.
 
-    q: [B, Hq, Q, D]
-    k, v: [B, H, T, D]
+    q: [B, Hq, Q, D]; k, v: [B, H, T, D]
     scaling: factor of the logits, None = 1 / sqrt(D)
-    softmax: the model's
     mask: [B or 1, Hq or 1, Q, T], bool, True = seen, or numbers that are added to the logits; None = causal, where the
         last query belongs to the last key
     dropout: share of weights that become zero
-
     Returns [B, Hq, Q, D] in q's dtype, zero where a query sees nothing.
     """
     (batch, q_heads, new, dim), (heads, length) = q.shape, k.shape[1:3]

@@ -7,8 +7,6 @@ way. A *piece* is what a program reads of one part. The pieces that a program re
 result. The last program to finish a (row, head) merges its partial results.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 
 import numpy as np
@@ -63,10 +61,7 @@ def offset(base: Tensor, tensor: Tensor) -> int:
 
 
 def parts(store: Store) -> np.ndarray:
-    """The parts of a store in the order in which they are read.
-
-    Returns [P, columns of Part] int64.
-    """
+    """The parts of a store in the order in which they are read. Returns [P, columns of Part] int64."""
     base = store.ring_k
     batch, heads, _, dim = base.shape
     number = np.arange(batch * heads)
@@ -91,12 +86,7 @@ def parts(store: Store) -> np.ndarray:
 
 
 def _bounds(tiles: np.ndarray, weight: np.ndarray, programs: int, piece: int) -> np.ndarray:
-    """The tile at which each program but the first begins, on the line of all tiles.
-
-    tiles: [P], tiles of each part
-    weight: [P], cost of one of its tiles, in bytes
-    piece: as for `cut`
-    """
+    """The tile at which each program but the first begins, on the line of all tiles; tiles, weight: [P], see `cut`."""
     cost = tiles * weight + piece
     begin = np.cumsum(cost) - cost
     goal = np.arange(1, programs) * (cost.sum() / programs)
@@ -113,7 +103,7 @@ def cut(
     per_tile: int = TILE_BYTES,
     piece: int = PIECE_BYTES,
 ) -> np.ndarray:
-    """Cut the parts into equal spans, one per program.
+    """Cut the parts [P, columns of Part] into equal spans, one per program.
 
     Two programs over a head that holds 64 tokens of a sink (128 channels of K and of V) and 640 of a middle (32 of K):
     the tiles of 64 tokens, 1 and 10 of them, follow each other on one line. A tile of the middle costs 64 x (32 + 128)
@@ -127,15 +117,10 @@ def cut(
 
     Both programs have one partial result of the head's 2; 0 and 1 are their numbers.
 
-    part: [P, columns of Part], from `parts`
-    programs: how many spans to make
     tile: tokens that a program reads at a time
     share: bytes of a number in the middle, over those of a number in sink and window
-    per_tile: what a tile costs beside its bytes, in bytes
-    piece: the cost of starting a piece, in bytes
-
-    Returns the table [>= programs, FIELDS] int64. Program p starts at line p; the line of an idle program is an empty
-    piece of the first row's sink.
+    per_tile, piece: what a tile costs beside its bytes, and what it costs to start a piece, in bytes
+    Returns the table [>= programs, FIELDS] int64; a program's line p that reads nothing is an empty piece.
     """
     kind, row, head, tokens, k_start, v_start, channels, width = part.T
     tiles = -(-tokens // tile)
@@ -179,13 +164,9 @@ def cut(
 
 
 def _lined_up(pieces: np.ndarray, program: np.ndarray, programs: int) -> np.ndarray:
-    """The work table of pieces in the order of reading; their column NEXT is filled here.
+    """The work table of pieces [P, FIELDS] in the order of reading, with NEXT; program: [P], ascending.
 
     Line p is program p's first piece. Its other pieces follow after the first pieces of all programs.
-
-    pieces: [P, FIELDS]
-    program: [P], which program reads each, ascending
-    programs: how many there are
     """
     begins = np.append(True, program[1:] != program[:-1])
     line = np.where(begins, program, programs + np.cumsum(~begins) - 1)

@@ -12,8 +12,6 @@ head is read by the first form that has room for its bands.
       4096 bytes        1024          128            256           64
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,33 +31,25 @@ from leank.precision import GROUP, KEY_BITS, ROOM, WHOLE, Precision, value_group
 
 
 class Whole(PageCodec):
-    """A band of numbers in the model's dtype: no codes; a page of K lies token by token, one of V channel by channel.
-
-    So neighbours in memory are numbers over which a product sums.
-    """
+    """A band in the model's dtype: no codes; K lies token by token, V channel by channel, as products sum."""
 
     bits = WHOLE
 
     def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
-        """No codes, [R, n, 0], and the numbers themselves."""
         return x.new_empty(*x.shape[:-1], 0, dtype=torch.uint8), x
 
     def decode(self, codes: Tensor, numbers: Tensor, keys: bool) -> Tensor:
-        """The numbers."""
         return numbers
 
     def pages(self, head_dim: int, channels: Count, dtype: torch.dtype) -> tuple[tuple[Count, Count], tuple[int, int]]:
-        """For K and for V: no bytes of codes, and those of a page's numbers."""
         size = PAGE * dtype.itemsize
         return (channels * 0, round_up(channels, ROOM) * size), (0, head_dim * size)
 
     def pack(self, codes: Tensor, numbers: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
-        """Planes of whole pages."""
         lines = pad(numbers, (0, -numbers.shape[-1] % ROOM)) if keys else numbers.mT
         return codes.flatten(-2), lines.flatten(-2)
 
     def unpack(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> tuple[Tensor, Tensor]:
-        """Codes [..., 64, 0] and numbers [..., 64, d]."""
         if keys:
             found = numbers.unflatten(-1, (PAGE, round_up(dim, ROOM)))[..., :dim]
         else:
@@ -79,17 +69,12 @@ Form = tuple[int, ...]  # room for channels of each band, in the order of BANDS,
 
 @dataclass(frozen=True)
 class Banded(BandCodec):
-    """The codec of one layer of a layout.
-
-    key_bits: of every channel of K, [H][D]
-    value_bits: of V, [H]
-    forms: for which a kernel is compiled, those of all layers
-    """
+    """The codec of one layer of a layout."""
 
     kernels: ClassVar[str | None] = "leank.eval.cache.attention.launch:banded_kernels"
-    key_bits: tuple[tuple[int, ...], ...]
-    value_bits: tuple[int, ...]
-    forms: tuple[Form, ...]
+    key_bits: tuple[tuple[int, ...], ...]  # of every channel of K, [H][D]
+    value_bits: tuple[int, ...]  # of V, [H]
+    forms: tuple[Form, ...]  # for which a kernel is compiled, those of all layers
     group = GROUP
 
     def widths(self) -> dict[str, Tensor]:
@@ -127,15 +112,12 @@ class Banded(BandCodec):
         return [_packing(bits, value_group(len(self.key_bits[0]))) for bits in self.value_bits]
 
     def bands(self, head: int, channels: int) -> Sequence[tuple[PageCodec, int]]:
-        """A codec and the number of channels of each band that the head has."""
         return self._bands[head]
 
     def of_values(self, head: int) -> PageCodec:
-        """The codec of the head's V."""
         return self._values[head]
 
     def page_bytes(self, head_dim: int, count: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of a page of K and of V; the numbers of kept channels are the layout's."""
         k = [sum(sum(codec.pages(head_dim, n, dtype)[0]) for codec, n in bands) for bands in self._bands]
         v = [sum(codec.pages(head_dim, 0, dtype)[1]) for codec in self._values]
         return np.broadcast_to(k, count.shape), np.broadcast_to(v, count.shape)

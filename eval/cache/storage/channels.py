@@ -21,26 +21,20 @@ MaskLike: TypeAlias = ChannelMask | Tensor | str | os.PathLike[str]
 
 @dataclass
 class KeptChannels:
-    """Kept channels per row and KV head, ragged.
+    """Kept channels per row and KV head, ragged."""
 
-    count: [B, H] on the host, how many channels a head keeps
-    index: [B, H, D] int32 on the cache's device, the kept channels in ascending order, labels first, then zeros
-    first: [B, H] on the host, how many of them are labels, which stand before the others; None = there are none
-    """
-
-    count: np.ndarray
+    count: np.ndarray  # [B, H] on the host, how many channels a head keeps
+    # [B, H, D] int32 on the cache's device, the kept channels in ascending order, labels first, then zeros
     index: Tensor
+    # [B, H] on the host, how many of them are labels, which stand before the others; None = there are none
     first: np.ndarray | None = None
     _ranks: Tensor | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, keep: Tensor | None, k: Tensor, labels: Tensor | None = None) -> KeptChannels:
-        """The table of a mask for keys or values.
+        """The table of a mask [H, D] or [B, H, D], None = every channel, for keys or values k [B, H, T, D].
 
-        keep: [H, D] or [B, H, D], True = kept, None = every channel
-        k: [B, H, T, D], the keys or values
         labels: bool or uint8 [H, D], kept channels of a larger number stand before the others, None = no channel does
-
         Raises ValueError if the mask was made for another batch, number of heads or head_dim.
         """
         batch, heads, _, dim = k.shape
@@ -111,9 +105,7 @@ def layer_masks(mask: object, config: PreTrainedConfig | None = None) -> Tensor:
     """The bool tensor [L, H, D], True = kept, of a ChannelMask, of the path of its file, or of a bool tensor.
 
     config: of the model that the mask is used on, None = not known; a mask that names another model warns
-
-    Raises ValueError for numbers that are not bool (0.01 would count as kept), another number of axes, or a ChannelMask
-    that does not fit the config.
+    Raises ValueError for numbers that are not bool, another number of axes, or a ChannelMask that does not fit.
     """
     if isinstance(mask, str | os.PathLike):
         mask = ChannelMask.load(mask)

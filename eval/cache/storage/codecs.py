@@ -81,12 +81,9 @@ class Codec(ABC):
 
 
 class BandCodec(Codec):
-    """K and V in pages of 64 tokens, in which each head stores K in bands: channels that a codec of its own encodes.
+    """K and V in pages of 64 tokens, in which each head stores K in bands: channels that a codec of its own encodes."""
 
-    group: tokens that are encoded together, a divisor of 64
-    """
-
-    group: int = 1
+    group: int = 1  # tokens that are encoded together, a divisor of 64
 
     @abstractmethod
     def bands(self, head: int, channels: int) -> Sequence[tuple[PageCodec, int]]:
@@ -101,7 +98,6 @@ class BandCodec(Codec):
         """Bytes of a page of K and of V of heads that keep `count` [B, H] channels, each [B, H]."""
 
     def segment(self, extent: Extent) -> PageSegment:
-        """An empty packed segment; V keeps all its channels."""
         return PageSegment(extent, self)
 
 
@@ -118,9 +114,8 @@ class PageCodec(BandCodec):
 
     @abstractmethod
     def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
-        """Codes, uint8 [R, n, d], one for each coordinate, and numbers [R, n, ...] or [R, n / group, ...].
+        """Codes uint8, one for each number of x [R, n, d], whole groups, and numbers [R, n or n / group, ...].
 
-        x: [R, n, d], whole groups of tokens
         keys: whether these are the kept channels of K, else V
         """
 
@@ -152,25 +147,19 @@ class PageCodec(BandCodec):
         return found, numbers
 
     def bands(self, head: int, channels: int) -> Sequence[tuple[PageCodec, int]]:
-        """One band of all channels that are kept."""
         return [(self, channels)]
 
     def of_values(self, head: int) -> PageCodec:
-        """This codec."""
         return self
 
     def page_bytes(self, head_dim: int, count: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of a page of K and of V; see `BandCodec.page_bytes`."""
         k, v = self.pages(head_dim, count, dtype)
         return np.asarray(sum(k)), np.full_like(count, sum(v))
 
 
 @dataclass(frozen=True)
 class OfHeads(BandCodec):
-    """One band in every head, whose codec is not the same for K and V, or not in all heads.
-
-    heads: the codecs of K and of V of each head, or one pair for all; none has groups of tokens
-    """
+    """One band in every head, of the codecs of K and of V of each head, or one pair for all; without groups."""
 
     heads: tuple[tuple[PageCodec, PageCodec], ...]
 
@@ -179,19 +168,15 @@ class OfHeads(BandCodec):
 
     @property
     def why_not_kernel(self) -> str | None:
-        """That of its first codec."""
         return self.heads[0][0].why_not_kernel
 
     def bands(self, head: int, channels: int) -> Sequence[tuple[PageCodec, int]]:
-        """One band of all channels that are kept."""
         return [(self._of(head)[0], channels)]
 
     def of_values(self, head: int) -> PageCodec:
-        """The codec of the head's V."""
         return self._of(head)[1]
 
     def page_bytes(self, head_dim: int, count: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of a page of K and of V; see `BandCodec.page_bytes`."""
         k, v = np.empty_like(count), np.empty_like(count)
         for head in range(count.shape[1]):
             of_keys, of_values = self._of(head)
@@ -243,12 +228,7 @@ class PageSegment(Segment):
         return tuple((size, max(1, int(np.gcd.reduce(size, axis=None)))) for size in sizes)
 
     def append(self, rows: np.ndarray, k: Tensor, v: Tensor, count: np.ndarray | None = None) -> None:
-        """Add n tokens; the parameters are those of `Segment.append`.
-
-        A prompt's last group may be short of tokens; later tokens must then go to another segment.
-
-        Raises ValueError if a head that takes tokens does not hold whole groups.
-        """
+        """Add n tokens; see `Segment.append`. Raises ValueError behind a group that is short."""
         taken = np.where(self.capacity[rows] > 0, k.shape[2] if count is None else count, 0)
         if (self.length[rows] % self.codec.group)[taken > 0].any():
             raise ValueError(f"tokens must follow whole groups of {self.codec.group}; set flush to a multiple of it")
@@ -304,10 +284,7 @@ class PageSegment(Segment):
         return torch.cat(k, -1).mT, v.flatten(0, 1)
 
     def padded_keys(self, hidden: Tensor) -> Tensor:
-        """The keys of all heads, zero where there is none: [B H, channels, N].
-
-        hidden: [B H, N] bool, columns without a token
-        """
+        """The keys of all heads, [B H, channels, N], zero in columns without a token, hidden [B H, N]."""
         most = int(self.channels.count.max())
         out = torch.zeros(len(hidden), most, hidden.shape[1], dtype=self.dtype, device=hidden.device)
         for heads, planes in self._of_heads(hidden.shape[1], True):
@@ -324,10 +301,7 @@ class PageSegment(Segment):
         return out
 
     def _of_heads(self, columns: int, keys: bool) -> Iterator[tuple[Tensor, list[Plane]]]:
-        """Copies of the pages of heads that hold tokens, for those of a kind at a time: the heads [n], and their pages.
-
-        columns: tokens; where a head has no page, its last one stands
-        """
+        """Heads [n] of one kind that hold tokens, and copies of their pages; a last one may repeat."""
         flat, start = (self.k, self.k_start) if keys else (self.v, self.v_start)
         length, count = (a.reshape(-1) for a in (self.length, self.channels.count))
         size, heads = self.page_bytes()[0 if keys else 1].reshape(-1), self.length.shape[1]
@@ -356,10 +330,7 @@ class PageSegment(Segment):
 
 
 class RecordCodec(Codec):
-    """Keys as short records, one per token and KV head; the values stay as they are.
-
-    Records lie where the kept channels of a key would lie. What a codec holds may belong to the rows of a batch.
-    """
+    """Keys as short records, one per token and KV head, where kept channels would lie; the values stay as they are."""
 
     @property
     @abstractmethod
@@ -387,17 +358,13 @@ class RecordCodec(Codec):
         return {}
 
     def segment(self, extent: Extent) -> RecordSegment:
-        """An empty segment of records.
-
-        Raises ValueError unless K keeps all its channels.
-        """
+        """An empty segment of records. Raises ValueError unless K keeps all its channels."""
         if (extent.channels.count < extent.head_dim).any() or extent.values is not None:
             raise ValueError("keys that are stored as records keep all channels; leave out the choice of channels")
         return RecordSegment(extent, self.to(extent.channels.index.device))
 
     @property
     def why_not_kernel(self) -> str | None:
-        """Why only plain PyTorch can read it."""
         return "the kernel reads keys channel by channel, this method stores them as records"
 
 
@@ -413,33 +380,28 @@ class RecordSegment(Segment):
         return RecordSegment(extent, self.codec)
 
     def append(self, rows: np.ndarray, k: Tensor, v: Tensor, count: np.ndarray | None = None) -> None:
-        """Add n tokens; the parameters are those of `Segment.append`."""
         records = self.codec.encode(k, rows).to(self.dtype)
         padded = pad(records, (0, self.head_dim - records.shape[-1]))
         super().append(rows, padded, v, count)
 
     def keys_of(self, records: Tensor) -> Tensor:
-        """Keys [B H, D, N] of the records [B H, width, N] of all heads."""
         batch = self.length.shape[0]
         found = self.codec.decode(records.mT.unflatten(0, (batch, -1)), np.arange(batch))
         return found.flatten(0, 1).mT
 
     def read(self, row: int, head: int) -> tuple[Tensor, Tensor]:
-        """K and V [n, D] of one head."""
         records, values = super().read(row, head)
         of_all = records.new_zeros(1, self.length.shape[1], *records.shape)
         of_all[0, head] = records
         return self.codec.decode(of_all, np.array([row]))[0, head], values
 
     def select(self, rows: Tensor, channels: KeptChannels, values: KeptChannels | None) -> Segment:
-        """The segment of the batch `rows` [R], in that order."""
         new = super().select(rows, channels, values)
         assert isinstance(new, RecordSegment)
         new.codec = self.codec.select(rows)
         return new
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor held, by name."""
         return {**super().tensors(), **self.codec.tensors()}
 
 

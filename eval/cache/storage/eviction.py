@@ -1,7 +1,5 @@
 """Eviction while decoding: the attention that each token has received, and which tokens of the middle stay."""
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from typing import NamedTuple, Self
@@ -20,14 +18,10 @@ ENDLESS = 1 << 40  # tokens: more than ever come
 
 
 class Choice(NamedTuple):
-    """Which tokens of a middle stay.
+    """Which tokens of a middle stay."""
 
-    stay: bool [B, H, most of middle]; what it says past the end of a head's own middle is not read
-    left: [B, H] on the host, how many of each head's stay
-    """
-
-    stay: Tensor
-    left: np.ndarray
+    stay: Tensor  # bool [B, H, most of middle]; what it says past the end of a head's own middle is not read
+    left: np.ndarray  # [B, H] on the host, how many of each head's stay
 
 
 class Eviction(ABC):
@@ -35,14 +29,11 @@ class Eviction(ABC):
 
     A score is the attention that a token has received from the query heads of its KV head:
     s_t = decay s_{t-1} + sum over heads and queries of A_t (Lethe, Eq. 5; H2O has decay 1).
-
-    scores: [B, H, n] float32, of the tokens held: sink, middle and window in order, then zeros
-    held: [B, H] on the host, how many tokens a head holds
     """
 
     decay = 1.0
-    scores: Tensor
-    held: np.ndarray
+    scores: Tensor  # [B, H, n] float32, of the tokens held: sink, middle and window in order, then zeros
+    held: np.ndarray  # [B, H] on the host, how many tokens a head holds
 
     @property
     def every_step(self) -> bool:
@@ -50,20 +41,15 @@ class Eviction(ABC):
         return True
 
     def begin(self, scores: Tensor, held: np.ndarray) -> Self:
-        """A copy for one sealed layer.
-
-        scores: [B, H, n], what the tokens held have received from the prompt, then zeros
-        held: [B, H], tokens that each head holds
-        """
+        """A copy for one sealed layer of `held` [B, H] tokens with scores [B, H, n], then zeros."""
         new = copy.copy(self)
         new.scores, new.held = scores.float(), held
         return new
 
     def add(self, weights: Tensor, held: np.ndarray, real: Tensor | None = None) -> None:
-        """Add the attention weights of one step to the scores of all heads.
+        """Add the attention weights of one step to the scores of all heads, which now hold `held` [B, H] tokens.
 
         weights: [B H, >= n], summed over the query heads, in the order of `scores`, new tokens last, then zeros
-        held: [B, H], tokens that each head now holds
         real: [B] bool, the rows that have a token in this step, for the scores of others do not decay; None = all
         """
         self.held, most = held, int(held.max())
@@ -75,19 +61,13 @@ class Eviction(ABC):
     def chosen(
         self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray, kernel: bool = False
     ) -> Choice | None:
-        """Which tokens of the middle stay, None = all.
+        """Which tokens of the middle, prompt and tail, stay, None = all; sink, window: [B], tokens held.
 
-        prompt, tail: the middle
-        sink, window: [B], tokens held
         kernel: whether Triton may choose; all of the middle is in the tail then
         """
 
     def forget_moved(self, gone: np.ndarray, first: np.ndarray) -> None:
-        """Drop, in place, the scores of tokens that left the window of heads whose middle does not take them.
-
-        gone: [B, H], how many tokens left that no middle took
-        first: [B, H], where they begin among the tokens held
-        """
+        """Drop, in place, the scores of `gone` [B, H] tokens from `first` [B, H] on, which no middle took."""
         if gone.any():
             amount, begin = (upload(n, self.scores.device)[..., None] for n in (gone, first))
             token = torch.arange(self.scores.shape[-1], device=self.scores.device)
@@ -97,10 +77,7 @@ class Eviction(ABC):
             self.held = self.held - gone
 
     def quiet(self, held: np.ndarray) -> int:
-        """Lower bound on the tokens to come, all of which stay in the window, before any leave the middle.
-
-        held: [B, H], tokens held
-        """
+        """Lower bound on the tokens to come into the window before any of `held` [B, H] leave the middle."""
         return 0
 
     def reserve(self, columns: int) -> None:
@@ -111,10 +88,7 @@ class Eviction(ABC):
     def prune(
         self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray
     ) -> tuple[Segment, Segment] | None:
-        """Both parts of the middle without the tokens that leave, None if all stay.
-
-        sink, window: [B], tokens held
-        """
+        """Both parts of the middle without the tokens that leave, None if all stay; sink, window: [B], tokens held."""
         choice = self.chosen(prompt, tail, sink, window)
         if choice is None:
             return None
@@ -128,10 +102,7 @@ class Eviction(ABC):
         return compacted(prompt, stay & (token < of_prompt)), compacted(tail, of_tail)
 
     def _keep(self, stay: Tensor, sink: int) -> None:
-        """Drop the scores of tokens that leave.
-
-        stay: [B, H, n] bool, of the n tokens behind the sink; those past a head's own count as staying
-        """
+        """Drop scores of tokens behind the sink that do not stay, bool [B, H, n], True past the last."""
         keep = torch.ones_like(self.scores, dtype=torch.bool)
         keep[..., sink : sink + stay.shape[-1]] = stay
         self.held = self.held - (~keep).sum(-1).cpu().numpy()
@@ -147,10 +118,7 @@ class Eviction(ABC):
 
 
 class HeavyHitters(Eviction):
-    """The tokens of a head's middle with the largest scores stay (H2O, Algorithm 1: a constant budget).
-
-    heavy: tokens of the middle that stay; the rest leaves whenever tokens have joined the middle
-    """
+    """The `heavy` tokens of a head's middle with the largest scores stay (H2O, Algorithm 1: a constant budget)."""
 
     def __init__(self, heavy: int) -> None:
         self.heavy = heavy
@@ -163,7 +131,6 @@ class HeavyHitters(Eviction):
     def chosen(
         self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray, kernel: bool = False
     ) -> Choice | None:
-        """Which tokens of the middle stay; see `Eviction.chosen`."""
         middle = prompt.length + tail.length
         if (middle <= self.heavy).all():
             return None
@@ -183,18 +150,11 @@ class HeavyHitters(Eviction):
         return ENDLESS
 
     def ranking(self, prompt: Segment, tail: Segment, sink: int) -> Tensor:
-        """What the tokens are ranked by, [B, H, n] like `scores`.
-
-        prompt, tail: the middle
-        sink: tokens before it
-        """
+        """What the tokens are ranked by, [B, H, n] like `scores`; sink: tokens before the middle."""
         return self.scores
 
     def launched(self, prompt: Segment, tail: Segment, sink: int, most: int) -> Tensor:
-        """What the tokens of the middle are ranked by, [B, H, most], where Triton may run; the slow form is `ranking`.
-
-        most: tokens of a middle; what it says past the end of a head's own is not read
-        """
+        """What `most` tokens of a middle are ranked by, [B, H, most], where Triton may run; see `ranking`."""
         return self.ranking(prompt, tail, sink)[..., sink : sink + most]
 
 
@@ -206,10 +166,7 @@ def moved_up(scores: Tensor, keep: Tensor, count: np.ndarray) -> Tensor:
 
 
 def largest(scores: Tensor, count: int | Tensor) -> Tensor:
-    """Bool [..., n]: the `count` largest of each row of scores [..., n]; the later of equal ones come first.
-
-    count: int, or [..., 1] for each row its own
-    """
+    """Bool [..., n]: the `count` (or [..., 1]) largest of scores [..., n], the later of equal ones first."""
     last_first = torch.argsort(scores.flip(-1), dim=-1, descending=True, stable=True)
     chosen = (torch.arange(scores.shape[-1], device=scores.device) < count).expand(scores.shape)
     return torch.zeros_like(chosen).scatter_(-1, scores.shape[-1] - 1 - last_first, chosen)

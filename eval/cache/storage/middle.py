@@ -39,13 +39,10 @@ class ReadState(Protocol):
         """The middle has other tokens than before, or the batch other rows; what runs the layer may know it already."""
 
     def sees(self, q: Tensor, keys: list[Tensor], layout: Any) -> Tensor:
-        """Which tokens the queries of all heads read.
+        """Which tokens the queries of all heads read, bool [X, R, N], the parts side by side; hidden ones may be any.
 
-        q: [X, R, C], zero in channels that a head lacks
-        keys: [X, C, N] of each part of the layout
+        q: [X, R, C], zero in channels that a head lacks; keys: [X, C, N] of each part of the layout
         layout: the `eval.cache.attention.batched.PartLayout` of the store
-
-        Returns bool [X, R, N], the parts side by side; hidden columns may hold either value.
         """
 
     def tensors(self) -> dict[str, Tensor]:
@@ -102,8 +99,7 @@ class Middle:
     def labels(self) -> Tensor | None:
         """Numbers of channels [H, D], of which those of larger numbers are stored before the others; None = none.
 
-        With bits they are the codec's: only the kernel gains from the order of the choice of reads, and it does not
-        read codes by choice.
+        With bits they are the codec's: the kernel, which alone gains from the order of reads, reads no codes by choice.
         """
         return getattr(self.reads, "labels", None) if self.bits is None else self.bits.order
 

@@ -3,8 +3,6 @@
 Shapes: X = B H KV heads of all rows; R = G Q rows of queries of one; N padded tokens; C padded channels.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,10 +13,7 @@ from leank.eval.cache.storage.upload import upload
 
 
 class Padded:
-    """A segment that holds tokens, as padded tensors.
-
-    columns: N, whole pages
-    hidden: [X, N] bool, the columns without a token
+    """A segment that holds tokens, as tensors of N `columns`, whole pages; hidden: [X, N], without a token.
 
     Every padded place is read from a token that is held, so that it is finite and a weight of zero removes it. In K a
     head's first channel stands for channels that the head lacks; queries are zero there. In V another token stands for
@@ -49,11 +44,7 @@ class Padded:
             self._values = self._pages(lines_v, segment.width)
 
     def _pages(self, first: np.ndarray, count: np.ndarray) -> Tensor:
-        """The lines of K, or of V that is stored as K is: [X, C, pages].
-
-        first: [B, H], the first line of each region
-        count: [B, H], channels of each head
-        """
+        """The lines of K, or of pruned V, [X, C, pages]; first, count: [B, H], first line and channels."""
         device, length = self.segment.k.device, self.segment.length
         there = (length > 0) & (count > 0)
         of_heads = np.stack([np.where(there, n, 0).reshape(-1) for n in (length, first, count)])
@@ -113,10 +104,7 @@ class Padded:
 
 
 def compacted(segment: Segment, stay: Tensor) -> Segment:
-    """A copy of the tokens that stay, with no more room than they need.
-
-    stay: [B, H, n] bool, False past a head's own tokens; n is at least the most tokens that a head holds
-    """
+    """A copy of the tokens that stay, bool [B, H, n], False past a head's own, with no more room than they need."""
     count = stay.sum(-1).cpu().numpy()
     new = segment.fresh(segment.channels, count, segment.values)
     if count.any():

@@ -23,8 +23,6 @@ which a product sums, and a GPU computes with two of them at a time: so of two c
 zero points. C is the number of kept channels, rounded up to 16, so that lines are whole words; the others are zeros.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,17 +41,11 @@ V_FOLDS: dict[int, Folds] = {8: (), 4: ((-2, 4),), 2: ((-2, 4), (-2, 2)), 1: ((-
 
 @dataclass(frozen=True)
 class Packing(PageCodec):
-    """KIVI's codec.
-
-    bits: of a number, 2, 3, 4 or 8
-    group: numbers in a cell, a divisor of 64 that fills whole bytes
-
-    Raises ValueError for other numbers.
-    """
+    """KIVI's codec. Raises ValueError for other numbers."""
 
     kernels: ClassVar[str | None] = "leank.eval.cache.attention.launch:packed_kernels"
-    bits: int = 2
-    group: int = 32
+    bits: int = 2  # of a number, 2, 3, 4 or 8
+    group: int = 32  # numbers in a cell, a divisor of 64 that fills whole bytes
 
     def __post_init__(self) -> None:
         if self.bits not in PLANES:
@@ -67,13 +59,11 @@ class Packing(PageCodec):
             raise ValueError(f"group={self.group} does not divide head_dim={head_dim}; choose a smaller group")
 
     def segment(self, extent: Extent) -> PageSegment:
-        """An empty packed segment; V keeps all its channels."""
         self.check(extent.head_dim)
         return super().segment(extent)
 
     @property
     def why_not_kernel(self) -> str | None:
-        """Why only plain PyTorch can read it, or None."""
         if self.bits == 3:
             return "the kernel reads 3 bits in layouts of several widths alone"
         return None if self.group >= 32 else f"the kernel reads groups of 32 or 64 numbers, not {self.group}"
@@ -114,18 +104,15 @@ class Packing(PageCodec):
         return codes.mT, scales.transpose(-3, -2)
 
     def decode(self, codes: Tensor, numbers: Tensor, keys: bool) -> Tensor:
-        """The vectors [..., n, d] of codes and scales from `encode`."""
         return self.restore(codes, numbers) if keys else self.restore(codes.mT, numbers.transpose(-3, -2)).mT
 
     def pages(self, head_dim: int, channels: Count, dtype: torch.dtype) -> tuple[tuple[Count, Count], tuple[int, int]]:
-        """For K and for V: bytes of a page's codes, and of its scales."""
         scales = PAGE // self.group * 2 * dtype.itemsize
         of_codes = PAGE * self.bits // 8
         room = self.room(channels)
         return (room * of_codes, room * scales), (head_dim * of_codes, head_dim * scales)
 
     def pack(self, codes: Tensor, numbers: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
-        """Planes of whole pages, as the table above says."""
         if keys:
             spare = self.room(codes.shape[-1]) - codes.shape[-1]
             codes, numbers = pad(codes, (0, spare)), pad(numbers, (0, 0, 0, spare))
@@ -139,7 +126,6 @@ class Packing(PageCodec):
         return torch.cat(planes, -1), numbers.unflatten(-2, (-1, 2)).mT.flatten(-4)
 
     def unpack(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> tuple[Tensor, Tensor]:
-        """Codes and scales of the planes of pages."""
         parts, found, lower = PLANES[self.bits], [], 0
         for bits, plane in zip(parts, codes.split([codes.shape[-1] // self.bits * b for b in parts], -1), strict=True):
             height = PAGE // (1 if bits == 8 else 2) if keys else dim * max(bits, 2) // 8

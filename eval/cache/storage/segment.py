@@ -72,32 +72,22 @@ def words(flat: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """What a segment has to hold, whatever its form.
+    """What a segment has to hold, whatever its form."""
 
-    channels: kept channels of K
-    capacity: [B, H] on the host, tokens that each row and head must have room for
-    head_dim: D
-    dtype: the model's, of keys and values as they come
-    values: kept channels of V, None = all
-    """
-
-    channels: KeptChannels
-    capacity: np.ndarray
-    head_dim: int
-    dtype: torch.dtype
-    values: KeptChannels | None = None
+    channels: KeptChannels  # kept channels of K
+    capacity: np.ndarray  # [B, H] on the host, tokens that each row and head must have room for
+    head_dim: int  # D
+    dtype: torch.dtype  # the model's, of keys and values as they come
+    values: KeptChannels | None = None  # kept channels of V, None = all
 
 
 class Segment:
     """Middle tokens of all rows and heads, in the regions that an extent asks for.
 
-    Attributes:
-    channels, values, head_dim, dtype: see `Extent`
     capacity: [B, H], tokens for which there is room, rounded up to pages; 0 in heads that keep no channels of K
     length, length_dev: [B, H], tokens held, on the host and on the device
     page: tokens of a page of K
-    k, v: the flat tensors
-    k_start, v_start: [B, H], first element of each region
+    k, v: the flat tensors; k_start, v_start: [B, H], first element of each region
     width: [B, H], kept channels of V
     """
 
@@ -167,12 +157,7 @@ class Segment:
         return type(self)(extent)
 
     def append(self, rows: np.ndarray, k: Tensor, v: Tensor, count: np.ndarray | None = None) -> None:
-        """Add n tokens to every head of some rows that has room; kept channels are picked here.
-
-        rows: [R], the rows of the batch
-        k, v: [R, H, n, D], dense
-        count: [R, H], each head takes its first `count` tokens; None = all n
-        """
+        """Add the first `count` [R, H] tokens, None = all, of k, v [R, H, n, D] to rows [R] where there is room."""
         taken = np.where(self.capacity[rows] > 0, k.shape[2] if count is None else count, 0)
         pieces = self._alike(rows, taken) if taken.any() else []
         if len(pieces) < SCATTERED:
@@ -183,10 +168,7 @@ class Segment:
         update(self.length_dev, self.length)
 
     def _alike(self, rows: np.ndarray, taken: np.ndarray) -> list[slice]:
-        """`rows` [R] in pieces that one copy can write.
-
-        Neighbouring rows of the same layout that take the same number of tokens [R, H] are one piece, else each row.
-        """
+        """`rows` [R] in pieces for one copy: neighbours of one layout that take as many tokens, or each row."""
         same = [taken, *(a[rows] for a in (self.capacity, self.channels.count, self.width, self.length))]
         if (np.diff(rows) == 1).all() and all((a == a[:1]).all() for a in same):
             return [slice(0, len(rows))]
@@ -213,10 +195,7 @@ class Segment:
             _put(values, at, kept_of(v, self.values, row, head))
 
     def _write_at_once(self, rows: np.ndarray, k: Tensor, v: Tensor, taken: np.ndarray) -> None:
-        """Do what `_write_pieces` does for all rows and heads at once: no launch more, however many there are.
-
-        A head with fewer channels than another writes its last one several times, always the same number.
-        """
+        """Do what `_write_pieces` does, all at once; a head with fewer channels writes its last one several times."""
         device, page, total = self.k.device, self.page, int(taken.sum())
         head = torch.repeat_interleave(upload(taken.reshape(-1), device), output_size=total)
         token = spread(np.zeros_like(taken), taken, device)
@@ -291,20 +270,13 @@ class Segment:
 
 
 class TokenSegment(Segment):
-    """A Segment whose pages of K hold one token, so that a region of K is token-major, [token, channel].
-
-    A token's key is then one piece of memory. In a page of 64 tokens each of its numbers lies in another line.
-    """
+    """A Segment whose pages of K hold one token, so that a key is one piece of memory and not one a channel."""
 
     page = 1
 
 
 def _stretched(start: np.ndarray, size: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Where the lines of larger regions come from: all of them in one copy, the spare ones repeat some line.
-
-    start, size: first line and lines of each region that is there
-    room: lines of each new region, no fewer
-    """
+    """Which lines fill larger regions of `room` lines in one copy; start, size: of those that are there."""
     own = np.arange(room.sum()) - np.repeat(np.cumsum(room) - room, room)
     source = np.repeat(start, room) + np.minimum(own, np.repeat(np.maximum(size, 1) - 1, room))
     return np.minimum(source, size.sum() - 1)
@@ -332,7 +304,6 @@ def _picked(
 
     x: [R, H, n, D], dense; table: of all rows; rows: [R]
     head, token: [N], which head of the R H, and which of its tokens
-
     Returns the numbers [N, most channels], the number of channels of each token [N], and the place of each number among
     them [N, most channels]: those that a head lacks repeat its last.
     """
@@ -355,10 +326,7 @@ def kept_of(x: Tensor, table: KeptChannels, row: int, head: int) -> Tensor:
 
 
 def _gathered(x: Tensor, index: Tensor) -> Tensor:
-    """x.gather(-1, index), bit for bit.
-
-    On a CPU torch takes 16-bit floats through float32, which changes the bits of a NaN, and records may hold any bits.
-    """
+    """x.gather(-1, index), bit for bit: a CPU takes 16-bit floats through float32, which changes a record's NaN."""
     if x.element_size() != 2:
         return x.gather(-1, index)
     return x.view(torch.int16).gather(-1, index).view(x.dtype)

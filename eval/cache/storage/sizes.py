@@ -1,7 +1,5 @@
 """The sizes of sink and window, which columns of a prompt belong to the middle, and rows of equal padding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,7 +10,7 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
-from leank.data_gen.request import LONGEST
+from leank.data_gen.task import LONGEST
 from leank.eval.cache.storage.segment import PAGE, round_up
 from leank.eval.cache.storage.upload import upload
 from leank.typed import Checked
@@ -42,12 +40,7 @@ class Sizes(Checked):
 
 
 def real_positions(seen: Tensor, new: int, real: Tensor | None) -> Tensor:
-    """The real index of each new column, -1 for padding: [B, new].
-
-    seen: [B], real tokens before these columns
-    new: number of columns
-    real: [B, new] bool, False = padding, None = no padding
-    """
+    """The real index of `new` columns behind seen [B] real tokens, [B, new]; -1 where real [B, new] is False."""
     if real is None:
         return seen[:, None] + torch.arange(new, device=seen.device)
     real = real.to(seen.device)
@@ -55,19 +48,13 @@ def real_positions(seen: Tensor, new: int, real: Tensor | None) -> Tensor:
 
 
 def middle_columns(position: Tensor, sizes: Sizes) -> Tensor:
-    """Which columns of a prompt are neither sink nor window, bool [B, T].
-
-    position: [B, T], from `real_positions`
-    """
+    """Which columns of a prompt are neither sink nor window, bool [B, T]; position: [B, T], from `real_positions`."""
     start = (position.amax(-1, keepdim=True) + 1 - sizes.window).clamp(min=sizes.sink)
     return (position >= sizes.sink) & (position < start)
 
 
 def equal_rows(real: Tensor) -> Iterator[tuple[slice, slice | Tensor]]:
-    """Neighbouring rows of real [B, T] that are equal, and their true columns; a slice, which needs no copy, if it can.
-
-    Rows without a true column are left out.
-    """
+    """Neighbouring rows of real [B, T] that are equal and not empty, and their true columns, a slice if can be."""
     patterns = real.cpu().numpy()
     edges = np.flatnonzero((patterns[1:] != patterns[:-1]).any(1)) + 1
     for first, last in pairwise([0, *edges.tolist(), len(patterns)]):

@@ -109,11 +109,7 @@ class Store:
         write_prompt(self.sink_v, self.ring_v, v, int(self.start[0]))
 
     def _fill_middle(self, k: Tensor, v: Tensor, in_middle: Tensor | None, chosen: Tensor | None) -> None:
-        """Make both parts of the middle, and fill one with the tokens of the prompt that stay.
-
-        in_middle: [B, T] bool, the columns of each row's middle; None = no padding
-        chosen: [B, H, T] bool, the tokens of the middle that stay; None = all
-        """
+        """Make both parts of the middle and fill one: in_middle [B, T], chosen [B, H, T] bool, None = all."""
         of_rows = (self.start - self.sizes.sink)[:, None].repeat(k.shape[1], 1)
         moved = of_rows if chosen is None else chosen.sum(-1).cpu().numpy()
         parts = [
@@ -153,12 +149,9 @@ class Store:
         write_columns(self.sink_v, self.ring_v, v, position, self.start_dev)
 
     def append(self, k: Tensor, v: Tensor, real: Tensor | None = None, write: Write | None = None) -> Tensor:
-        """Take in new tokens.
+        """Take in new tokens k, v [B, H, n, D]; real: [B, n] bool, False = padding, None = no padding.
 
-        k, v: [B, H, n, D]
-        real: [B, n] bool, False = padding, None = no padding
         write: puts tokens that all belong into the ring, and counts them on the device; None = `Store.write`
-
         Returns their real indices [B, n], -1 for padding.
         """
         new, self.quiet = k.shape[2], 0
@@ -176,10 +169,7 @@ class Store:
         return position
 
     def write(self, k: Tensor, v: Tensor) -> Tensor:
-        """Put new tokens k, v [B, H, n, D] into the ring, and count them on the device.
-
-        Returns their real indices [B, n].
-        """
+        """Put new tokens k, v [B, H, n, D] into the ring, and count them on the device; returns [B, n]."""
         position = real_positions(self.seen_dev, k.shape[2], None)
         row, slot = torch.arange(len(k), device=k.device)[:, None], position % self.ring_k.shape[2]
         self.ring_k[row, :, slot] = k.transpose(1, 2)
@@ -263,10 +253,7 @@ class Store:
         self.version += 1
 
     def crop(self, remove: int) -> None:
-        """Forget the last `remove` tokens of every row.
-
-        Raises ValueError if tokens would be needed that have been compressed or counted in eviction scores.
-        """
+        """Forget the last `remove` tokens. Raises ValueError if one was compressed or counted in scores."""
         if (self.seen - remove < self.floor).any():
             can = int((self.seen - self.floor).min())
             raise ValueError(
@@ -313,13 +300,7 @@ class Store:
 
 
 def write_prompt(sink: Tensor, ring: Tensor, new: Tensor, start: int) -> None:
-    """Put a prompt without padding into sink and ring.
-
-    sink: [B, H, sink, D], takes the first tokens
-    ring: [B, H, slots, D], takes the tokens from `start` on
-    new: [B, H, T, D]
-    start: first token of the window, the same in every row
-    """
+    """Put a prompt [B, H, T, D] without padding into the sink, and from `start` on into the ring."""
     length, slots = new.shape[2], ring.shape[2]
     ends = min(length, sink.shape[2])
     sink[:, :, :ends] = new[:, :, :ends]
@@ -327,13 +308,9 @@ def write_prompt(sink: Tensor, ring: Tensor, new: Tensor, start: int) -> None:
 
 
 def write_columns(sink: Tensor, ring: Tensor, new: Tensor, position: Tensor, start: Tensor) -> None:
-    """Put each row's own tokens into sink and ring; `write_prompt` does it without a wait for the device.
+    """Put each row's own tokens of new [B, H, n, D] into sink and ring; `write_prompt` does not wait for the device.
 
-    sink: [B, H, sink, D], takes tokens [0, sink)
-    ring: [B, H, slots, D], takes tokens [start, ...)
-    new: [B, H, n, D]
-    position: [B, n], the real index of each column, -1 for padding
-    start: [B], first token of each row's window
+    position: [B, n], the real index of each column, -1 for padding; start: [B], first token of each row's window
     """
     for part, to, chosen in (
         (ring, position % ring.shape[2], position >= start[:, None]),
@@ -344,12 +321,7 @@ def write_columns(sink: Tensor, ring: Tensor, new: Tensor, position: Tensor, sta
 
 
 def resized(ring: Tensor, start: Tensor, held: int, slots: int) -> Tensor:
-    """The ring with another number of slots, each token at its new slot.
-
-    ring: [B, H, slots before, D]
-    start: [B], first token of each row's window
-    held: the most tokens that a row's window holds
-    """
+    """The ring with other slots, each token at its new one; start: [B], held: the most tokens of a row's window."""
     old = ring.shape[2]
     index = start[:, None] + torch.arange(min(held, old), device=start.device)
     row = torch.arange(len(index), device=index.device)[:, None]
@@ -359,11 +331,7 @@ def resized(ring: Tensor, start: Tensor, held: int, slots: int) -> Tensor:
 
 
 def before_holes(seen: np.ndarray, real: Tensor) -> np.ndarray:
-    """How many real tokens each row [B] has before its last padding behind a token; `crop` must not meet that.
-
-    seen: [B], real tokens before these columns
-    real: [B, n] bool, False = padding
-    """
+    """How many real tokens each row [B] has before its last padding behind a token; `crop` must not meet that."""
     there = real.cpu().numpy()
     tokens = seen[:, None] + there.cumsum(-1)
     return np.where(there, 0, tokens).max(-1, initial=0)
@@ -374,18 +342,13 @@ def before_holes(seen: np.ndarray, real: Tensor) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Addresses:
-    """What a captured step reads of one layer.
+    """What a captured step reads of one layer."""
 
-    tensors: by name, the rings, the counts and tables on the device, and the places of V's kept channels
-    compiled: on the host, for which numbers of channels it was compiled
-    plan: that whose table is read
-    version: of the store
-    """
-
+    # by name, the rings, the counts and tables on the device, and the places of V's kept channels
     tensors: dict[str, Tensor]
-    compiled: tuple[bytes | None, ...]
-    plan: BackendPlan | None
-    version: int
+    compiled: tuple[bytes | None, ...]  # on the host, for which numbers of channels it was compiled
+    plan: BackendPlan | None  # that whose table is read
+    version: int  # of the store
 
     @classmethod
     def of(cls, store: Store) -> Addresses:

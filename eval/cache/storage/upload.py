@@ -1,7 +1,5 @@
 """Small tables go from the host to the device, and neither waits for the other."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -38,12 +38,10 @@ def sum_columns(
     """Program (block, h, b): what N keys of a head receive from all queries at or below the diagonal.
 
     The first blocks have the most queries, and they start first.
-
     q: [B, H * GROUP, queries, D], k: [B, H, length, D], by strides; the last query is at the last key
     lse: [B, H * GROUP, queries] fp32, natural logarithm, inf where the query is padding
     real: [B, length] bytes, 0 = padding; read if PADDED
-    out: [B, H, length] fp32
-    scale: factor of the logits, times log2(e)
+    out: [B, H, length] fp32; scale: factor of the logits, times log2(e)
     """
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n, d = block * N + tl.arange(0, N), tl.arange(0, D)

@@ -1,7 +1,4 @@
-"""Two choices of channels, selected by a prompt's length, such as Qwen2.5's two masks.
-
-"LeanK: Learnable K Cache Channel Pruning for Efficient Decoding", arXiv 2508.02215, section 4.1.
-"""
+"""Two choices of channels by a prompt's length, such as Qwen2.5's two masks (LeanK, arXiv 2508.02215, section 4.1)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from leank.errors import naming
 from leank.eval.inference.prefill import Prefill
 from leank.eval.methods.axes import Channels, Observe, method
 from leank.eval.methods.registry import choice, name_of
@@ -23,21 +21,14 @@ from leank.typed import Positive
 @method("by_length")
 @dataclass(frozen=True)
 class ByLength(Channels):
-    """Prompts of at most `at` tokens get one choice, longer prompts another.
-
-    Rows of a batch are told apart: each gets the choice that it gets alone.
+    """Prompts of at most `at` tokens get one choice, longer prompts another, row by row as alone.
 
     Deviation: the paper switches between two LeanK masks; any two choices of channels are accepted here.
-
-    Settings
-    below: mapping {name: ..., its settings}, must be set: the choice for prompts of at most `at` tokens.
-    above: mapping {name: ..., its settings}, must be set: the choice for longer prompts.
-    at: int, tokens, default 32768: longest prompt that gets `below`.
     """
 
-    below: Mapping[str, Any] | None = None
-    above: Mapping[str, Any] | None = None
-    at: Positive = 32768
+    below: Mapping[str, Any] | None = None  # {name: ..., its settings}: the choice for prompts of at most `at` tokens
+    above: Mapping[str, Any] | None = None  # the choice for longer prompts
+    at: Positive = 32768  # tokens of the longest prompt that gets `below`
 
     @cached_property
     def choices(self) -> dict[str, Channels]:
@@ -54,10 +45,8 @@ class ByLength(Channels):
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         for side, one in self.choices.items():
-            try:
+            with naming(side):
                 one.check(config, tokenizer)
-            except ValueError as error:
-                raise ValueError(f"{side}: {error}") from error
 
     def calibrate(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
         for one in self.choices.values():

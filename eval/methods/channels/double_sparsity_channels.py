@@ -1,8 +1,4 @@
-"""Double Sparsity's outlier channels as a static channel mask.
-
-"Post-Training Sparse Attention with Double Sparsity", arXiv 2408.07092, section 3; as a mask of channels in LeanK
-(arXiv 2508.02215), appendix B and table 10.
-"""
+"""Double Sparsity (arXiv 2408.07092, section 3) as a mask of channels (LeanK, arXiv 2508.02215, table 10)."""
 
 from dataclasses import dataclass
 
@@ -28,10 +24,6 @@ class DoubleSparsityChannels(Calibrated):
       mixes heads.
     - The published 256 blocks of 512 tokens come from a text corpus. Here they are samples of `task`, and the default
       task is written in natural text. Each is a prompt of at most `length` tokens.
-
-    Settings
-    ratio, task, length, samples, seed: see eval.methods.common.calibrated; task "niah_single_2", of which all queries
-      are observed, length 512 and samples 256 by default.
     """
 
     task: str = "niah_single_2"

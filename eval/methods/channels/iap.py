@@ -1,8 +1,7 @@
 """IAP: channels are pruned one by one, with regard to how they interact.
 
 "Rethinking KV Cache Pruning with Channel Interdependence for Efficient Long-Context Inference", anonymous ACL
-submission without an arXiv number or public code. This follows its Algorithm 1 and section 3.3, for all heads, layers
-and rows at once.
+submission without an arXiv number or public code: Algorithm 1 and section 3.3, for all heads, layers and rows at once.
 """
 
 from dataclasses import dataclass
@@ -37,34 +36,25 @@ class IAP(Uniform):
     Salient channels (section 3.3) are those of the largest ||k_i|| in a head, and are never pruned: as many as exceed
     mean + standard deviation, at least floor(salient_min * D) and at most floor(salient_max * D).
 
-    Deviations, all where the paper is silent
+    Deviations, all but the last where the paper is silent
     - Under GQA, Q holds the queries of all the heads of a group, so E is their summed error.
     - The standard deviation is that of a sample (D - 1). Norms are of the keys that are scored.
     - The paper's [a, b] of [3, 7] or [5, 10] have no unit; they are read as percent of D. It sets [0, 0] for short
       caches.
     - Keys that the tokens axis dropped do not count.
-
-    Deviation: the paper has one recent size, of the keys that stay whole and are not scored. Here the cache's window
-    stays whole, and `recent` keys are not scored.
+    - The paper has one recent size, of the keys that stay whole and are not scored. Here the cache's window stays
+      whole, and `recent` keys are not scored.
 
     Cost per KV head: T D^2 for the Gram matrix of K, n G D^2 for that of Q, then floor(ratio * D) steps of O(D), each
     one batched operation for all rows, layers and heads. M takes D^2 numbers per head meanwhile.
-
-    Settings
-    ratio: float in [0, 1), default 0.7: share of K channels pruned; floor(ratio * D) go in every head.
-    queries: int, default 32: last queries of the prompt that are observed.
-    recent: int, tokens, default 32: last keys that are not scored.
-    salient_min: float in [0, 1), default 0.03: least share of channels that is protected.
-    salient_max: float in [0, 1), default 0.07: largest share of channels that is protected.
-    interaction: float >= 0, default 2: weight of the interaction with the channels already pruned.
     """
 
-    ratio: Share = 0.7
-    queries: Positive = 32
-    recent: Count = 32
-    salient_min: Share = 0.03
-    salient_max: Share = 0.07
-    interaction: Annotated[float, Ge(0)] = 2.0
+    ratio: Share = 0.7  # share of K channels pruned; floor(ratio * D) go in every head
+    queries: Positive = 32  # last queries of the prompt that are observed
+    recent: Count = 32  # last keys that are not scored
+    salient_min: Share = 0.03  # least share of channels that is protected
+    salient_max: Share = 0.07  # largest share of channels that is protected
+    interaction: Annotated[float, Ge(0)] = 2.0  # weight of the interaction with the channels already pruned
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         dim = kv_shape(config)[2]
@@ -84,11 +74,7 @@ class IAP(Uniform):
 
 
 def interactions(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """M of Eq. 3 [B, H, D, D], summed over a group, and ||k_i|| [B, H, D].
-
-    queries: [B, Hq, n, D].
-    keys: [B, H, T, D].
-    """
+    """M of Eq. 3 [B, H, D, D], summed over a group, and ||k_i|| [B, H, D]; queries [B, Hq, n, D]."""
     stacked = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)  # [B, H, G * n, D]
     of_keys = keys.mT @ keys
     return of_keys * (stacked.mT @ stacked), of_keys.diagonal(dim1=-2, dim2=-1).sqrt()
@@ -102,13 +88,7 @@ def salient(norms: Tensor, low: float, high: float) -> Tensor:
 
 
 def greedy(matrix: Tensor, count: int, protected: Tensor, interaction: float = 2.0) -> Tensor:
-    """Algorithm 1: the channels to drop, bool [..., D].
-
-    matrix: M, [..., D, D].
-    count: int: how many channels to drop.
-    protected: bool [..., D]: channels that stay.
-    interaction: float, default 2: see `IAP`.
-    """
+    """Algorithm 1: the `count` channels to drop, bool [..., D], none that is protected; matrix: M, [..., D, D]."""
     dropped = torch.zeros_like(protected)
     score = matrix.diagonal(dim1=-2, dim2=-1).masked_fill(protected, torch.inf)
     for _ in range(count):

@@ -1,7 +1,4 @@
-"""LeanK: the learned static mask.
-
-"LeanK: Learnable K Cache Channel Pruning for Efficient Decoding", arXiv 2508.02215, section 3.3.
-"""
+"""LeanK (arXiv 2508.02215, section 3.3): the learned static mask."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -13,6 +10,7 @@ from pydantic import InstanceOf
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from leank.errors import naming
 from leank.eval.inference.prefill import Prefill
 from leank.eval.methods.axes import Channels, method
 from leank.mask import ChannelMask
@@ -29,16 +27,11 @@ class LeanK(Channels):
     A head without kept channels keeps no middle at all, V included. Beyond the paper, a mask may hold mean keys, and in
     how many bits each channel of K and each head's V is stored (leank.precision); then `flush` is a multiple of 64, and
     the method has no choice of bits.
-
-    Settings
-    mask: str or ChannelMask, must be set: path of a training run's mask.safetensors or of a published .pth, or the mask
-      itself.
-
-    compensation: "mask" or "none", default "mask": what stands for pruned channels: the mean keys that the mask's file
-      holds, if it does, or 0 as in the paper.
     """
 
+    # path of a training run's mask.safetensors or of a published .pth, or the mask itself
     mask: str | InstanceOf[ChannelMask] | None = None
+    # what stands for pruned channels: the mean keys that the mask's file holds, if it does, or 0 as in the paper
     compensation: Annotated[str, OneOf("mask", "none")] = field(default="mask", kw_only=True)
 
     @cached_property
@@ -52,10 +45,8 @@ class LeanK(Channels):
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         mask = self.loaded
-        try:
+        with naming(f"mask={self.mask if isinstance(self.mask, str) else 'given'}"):
             mask.check_model(config)
-        except ValueError as error:
-            raise ValueError(f"mask={self.mask if isinstance(self.mask, str) else 'given'}: {error}") from error
 
     def identity(self) -> dict[str, object]:
         """The mask's contents, not its path."""

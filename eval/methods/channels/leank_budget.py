@@ -1,7 +1,4 @@
-"""LeanK's budget per head with channels that ThinK's rule selects anew for each sample.
-
-"LeanK: Learnable K Cache Channel Pruning for Efficient Decoding", arXiv 2508.02215, tables 9 and 23.
-"""
+"""LeanK's budget per head with channels that ThinK's rule selects for each sample (arXiv 2508.02215, tables 9, 23)."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -20,20 +17,13 @@ from leank.typed import OneOf, Positive
 @method("leank_budget")
 @dataclass(frozen=True)
 class LeanKBudget(LeanK):
-    """Each head keeps as many channels as the mask gives it: those of the largest ThinK score.
+    """Each head keeps as many channels as the mask gives it: those of the largest ThinK score (see its deviations).
 
-      Score[j] = ||q_j|| ||k_j||        (ThinK, arXiv 2407.21018, section 3.2)
-
-    The deviations are those of eval.methods.channels.think.
-
-    Settings
-    mask: str or ChannelMask, must be set: see eval.methods.channels.leank; only its number of channels per head counts.
-    queries: int, default 32: last queries of the prompt that are observed.
-    group: "squares" or "norms", default "squares": what is averaged over the query heads of a KV head.
+    Score[j] = ||q_j|| ||k_j||        (ThinK, arXiv 2407.21018, section 3.2)
     """
 
-    queries: Positive = 32
-    group: Annotated[str, OneOf(*GROUPS)] = "squares"
+    queries: Positive = 32  # last queries of the prompt that are observed
+    group: Annotated[str, OneOf(*GROUPS)] = "squares"  # what is averaged over the query heads of a KV head
 
     def identity(self) -> dict[str, object]:
         return {**super().identity(), "queries": self.queries, "group": self.group}

@@ -1,7 +1,4 @@
-"""The RoPE pairs of the lowest frequencies stay; this needs neither training nor data.
-
-No paper proposes this baseline. LeanK (arXiv 2508.02215, section 5.2) reports that learned masks favour these pairs.
-"""
+"""The RoPE pairs that learned masks favour (LeanK, arXiv 2508.02215, section 5.2); no paper proposes this baseline."""
 
 from dataclasses import dataclass
 
@@ -23,12 +20,9 @@ class LowestFrequencies(Uniform):
 
     A pair p of D / 2 rotates two channels, p and p + D / 2 in most models, and stays or goes as a whole. An odd number
     of channels to prune takes one pair more.
-
-    Settings
-    ratio: float in [0, 1), default 0.7: share of K channels pruned.
     """
 
-    ratio: Share = 0.7
+    ratio: Share = 0.7  # share of K channels pruned
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         lowest_frequencies(config, self.ratio)

@@ -1,7 +1,4 @@
-"""Key magnitude: for each sample, the channels of the largest norm stay, whatever the queries.
-
-"ThinK: Thinner Key Cache by Query-Driven Pruning", arXiv 2407.21018, Eq. 1 and table 1.
-"""
+"""Key magnitude (ThinK, arXiv 2407.21018, Eq. 1 and table 1): channels of the largest norm, whatever the queries."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -25,14 +22,10 @@ class Magnitude(Uniform):
       M[d] = ||K[:, d]||_p        (Eq. 1)
 
     Deviation: generated keys are pruned when they leave the window; the paper keeps them whole.
-
-    Settings
-    ratio: float in [0, 1), default 0.7: share of K channels pruned; floor(ratio * D) go in every head.
-    norm: 1 or 2, default 2: p of the norm.
     """
 
-    ratio: Share = 0.7
-    norm: Annotated[int, OneOf(1, 2)] = 2
+    ratio: Share = 0.7  # share of K channels pruned; floor(ratio * D) go in every head
+    norm: Annotated[int, OneOf(1, 2)] = 2  # p of the norm
 
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
         norms = [torch.linalg.vector_norm(layer.keys, self.norm, dim=2) for layer in seen(prefill)]

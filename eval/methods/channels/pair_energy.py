@@ -1,7 +1,4 @@
-"""The RoPE pairs of the largest energy stay: the form of PCA whose basis RoPE leaves as it is.
-
-No paper proposes this baseline. It stands beside eval.methods.bits.pca.
-"""
+"""The form of PCA (eval.methods.bits.pca) whose basis RoPE leaves as it is; no paper proposes this baseline."""
 
 from dataclasses import dataclass
 
@@ -26,9 +23,6 @@ class PairEnergy(Calibrated):
     RoPE turns each pair at a frequency of its own, so the subspaces that it leaves as they are at all positions are
     those spanned by whole pairs. Among them these keep the most of K. The queries are not looked at. If the number of
     kept channels is odd, one pair is split.
-
-    Settings
-    ratio, task, length, samples, seed: see eval.methods.common.calibrated.
     """
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

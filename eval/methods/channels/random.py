@@ -15,15 +15,10 @@ from leank.typed import Seed, Share
 @method("random")
 @dataclass(frozen=True)
 class Random(Uniform):
-    """Every head keeps channels that are drawn once and are the same for all inputs.
+    """Every head keeps channels that are drawn once and are the same for all inputs."""
 
-    Settings
-    ratio: float in [0, 1), default 0.7: share of K channels pruned; floor(ratio * D) go in every head.
-    seed: int, default 0: seed of the draw.
-    """
-
-    ratio: Share = 0.7
-    seed: Seed = 0
+    ratio: Share = 0.7  # share of K channels pruned; floor(ratio * D) go in every head
+    seed: Seed = 0  # seed of the draw
 
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
         return random_mask(kv_shape(config), self.ratio, self.seed).keep

@@ -1,7 +1,4 @@
-"""LeanK's preliminary static mask: mean channel norms over calibration samples, one mask for all inputs.
-
-"LeanK: Learnable K Cache Channel Pruning for Efficient Decoding", arXiv 2508.02215, section 2.2 and appendix A.
-"""
+"""LeanK's preliminary static mask, one for all inputs (arXiv 2508.02215, section 2.2 and appendix A)."""
 
 from dataclasses import dataclass
 
@@ -23,20 +20,13 @@ class StaticNorm(Calibrated):
 
       Score[j] = mean over samples and query heads of the group of ||q_j|| ||k_j||
 
-    Deviations
+    Deviations (`papers/static_norm` has the paper's settings)
     - The paper has 100 samples of niah_multikey_3 at 64K; the defaults here are 8 at 2K.
-    - Raw norms are averaged by default. Appendix A divides them by the norm of QK^T for each sample and head:
-      `relative`.
-    - `papers/static_norm` has the paper's settings.
-
-    Settings
-    ratio, task, length, samples, seed: see eval.methods.common.calibrated.
-    queries: int, default 32: last queries of a sample that are observed.
-    relative: bool, default False: whether a query head's norms of one sample are divided by its ||Q K^T||_F first.
+    - Raw norms are averaged by default. Appendix A divides them by the norm of QK^T per sample and head: `relative`.
     """
 
-    queries: Positive = 32
-    relative: bool = False
+    queries: Positive = 32  # last queries of a sample that are observed
+    relative: bool = False  # whether a query head's norms of one sample are divided by its ||Q K^T||_F first
 
     def scores(self, prefill: Prefill) -> Tensor:
         if not self.relative:
@@ -45,11 +35,7 @@ class StaticNorm(Calibrated):
 
 
 def relative_norms(queries: Tensor, keys: Tensor) -> Tensor:
-    """Mean over the query heads of a group of ||q_j|| ||k_j|| / ||Q K^T||_F, [B, H, D].
-
-    queries: [B, Hq, n, D].
-    keys: [B, H, T, D].
-    """
+    """Mean over a group of ||q_j|| ||k_j|| / ||Q K^T||_F, [B, H, D], of queries [B, Hq, n, D] and keys [B, H, T, D]."""
     q = queries.unflatten(1, (keys.shape[1], -1))  # [B, H, G, n, D]
     both = (q.mT @ q) * (keys.mT @ keys)[:, :, None]  # its sum is ||Q K^T||_F^2, its diagonal ||q_j||^2 ||k_j||^2
     return (both.diagonal(dim1=-2, dim2=-1) / both.sum((-2, -1))[..., None]).sqrt().mean(2)

@@ -1,7 +1,4 @@
-"""ThinK: for each sample, every head keeps the channels with the largest ||q|| ||k||.
-
-"ThinK: Thinner Key Cache by Query-Driven Pruning", arXiv 2407.21018, section 3.2; ThinKV is its appendix D.
-"""
+"""ThinK (arXiv 2407.21018, section 3.2; ThinKV is its appendix D): channels by queries and keys, for each sample."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -36,19 +33,13 @@ class ThinK(Uniform):
     - Under GQA the paper's code works on repeated KV heads, each with channels of its own. Here a KV head is held once.
     - Generated keys are pruned when they leave the window; the paper keeps them whole for ever.
     - Eq. 3 has no causal mask. Here the observed queries do not see past themselves.
-
-    Settings
-    ratio: float in [0, 1), default 0.7: share of K channels pruned; floor(ratio * D) go in every head.
-    queries: int, default 32: S_obs, last queries of the prompt that are observed.
-    group: "squares" or "norms", default "squares": what is averaged over the query heads of a KV head; mean and sum
-      choose alike.
-    values: float in [0, 1), default 0: share of V channels pruned (ThinKV).
     """
 
-    ratio: Share = 0.7
-    queries: Positive = 32
+    ratio: Share = 0.7  # share of K channels pruned; floor(ratio * D) go in every head
+    queries: Positive = 32  # S_obs, last queries of the prompt that are observed
+    # what is averaged over the query heads of a KV head; mean and sum choose alike
     group: Annotated[str, OneOf(*GROUPS)] = "squares"
-    values: Share = 0.0
+    values: Share = 0.0  # share of V channels pruned (ThinKV)
 
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
         return best(think_scores(prefill, self.queries, self.group), self.ratio)

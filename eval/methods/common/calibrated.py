@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from leank.channel_scores import MeanScores, best
-from leank.data_gen.sample import Sample
+from leank.data_gen.task import Sample
 from leank.data_gen.tasks import task
 from leank.eval.benchmarks.ruler import draw
 from leank.eval.inference.prefill import Prefill
@@ -29,19 +29,12 @@ class Calibration(dict[tuple[object, ...], Tensor]):
 
 @dataclass(frozen=True)
 class FromSamples(Axis):
-    """Base of choices that are the same for all inputs and come from calibration samples.
+    """Base of choices that are the same for all inputs and come from calibration samples."""
 
-    Settings
-    task: str, default "niah_multikey_3": task of the samples.
-    length: int, tokens, default 2048: longest sample.
-    samples: int, default 8: number of samples.
-    seed: int, default 7: seed of the samples.
-    """
-
-    task: str = "niah_multikey_3"
-    length: Positive = 2048
-    samples: Samples = 8
-    seed: Seed = 7
+    task: str = "niah_multikey_3"  # task of the samples
+    length: Positive = 2048  # longest sample, tokens
+    samples: Samples = 8  # number of samples
+    seed: Seed = 7  # seed of the samples
     _found: Calibration = field(default_factory=Calibration, repr=False, compare=False)
 
     @property
@@ -77,21 +70,14 @@ class FromSamples(Axis):
 
 @dataclass(frozen=True)
 class Pruning(Axis):
-    """Base of choices by which a share of every head goes.
+    """Base of choices by which a share of every head goes."""
 
-    Settings
-    ratio: float in [0, 1), default 0.7: share of every head's channels or dimensions that go: floor(ratio * D).
-    """
-
-    ratio: Share = 0.7
+    ratio: Share = 0.7  # share of every head's channels or dimensions that go: floor(ratio * D)
 
 
 @dataclass(frozen=True)
 class Calibrated(FromSamples, Pruning, Uniform):
-    """Base of choices of channels whose mask is the same for all inputs.
-
-    The settings are those of `Pruning` and `FromSamples`.
-    """
+    """Base of choices of channels whose mask is the same for all inputs."""
 
     @abstractmethod
     def scores(self, prefill: Prefill) -> Tensor:

@@ -12,14 +12,10 @@ from leank.eval.inference.prefill import Prefill, PromptLayer
 
 
 class Seen(NamedTuple):
-    """One layer of B prompts.
+    """One layer of B prompts."""
 
-    layer: PromptLayer: its K, V and last queries.
-    stays: bool [B, 1 or H, T]: the keys that count.
-    """
-
-    layer: PromptLayer
-    stays: Tensor
+    layer: PromptLayer  # its K, V and last queries
+    stays: Tensor  # bool [B, 1 or H, T]: the keys that count
 
     @property
     def keys(self) -> Tensor:
@@ -27,10 +23,7 @@ class Seen(NamedTuple):
         return self.layer.keys.to(wide(self.layer.keys)) * self.stays[..., None]
 
     def queries(self, count: int) -> Tensor:
-        """The prompt's last `count` queries after RoPE [B, Hq, count, D], float32 or wider.
-
-        Raises ValueError if the pass over the prompt kept none.
-        """
+        """The prompt's last `count` queries after RoPE [B, Hq, count, D], float32 or wider, or ValueError."""
         if self.layer.queries is None:
             raise ValueError(f"the pass over the prompt kept no queries; run it with obs_queries={count}")
         last = self.layer.queries[:, :, -count:]
@@ -42,10 +35,8 @@ def seen(prefill: Prefill, queries: int = 0, recent: int = 0) -> Iterator[Seen]:
 
     Padding and tokens that the tokens axis dropped do not count. A layer with sliding-window attention stays dense
     whatever is chosen for it, so the first layer with full attention stands in its place.
-
-    queries: int, default 0: how many last queries the caller will read.
-    recent: int, tokens, default 0: how many last tokens do not count either; a head that has no others keeps them.
-
+    queries: how many last queries the caller will read
+    recent: how many last tokens do not count either; a head that has no others keeps them
     Raises ValueError if a prompt has fewer tokens than `queries`.
     """
     shortest = int(prefill.lengths.min())

@@ -32,10 +32,7 @@ Kernel = Annotated[Positive, AfterValidator(_odd)]  # tokens that a score is poo
 
 
 def middle_budget(budget: int, sizes: Sizes) -> int:
-    """Tokens of the middle that a head may keep of `budget` tokens in all.
-
-    Raises ValueError if sink and window alone exceed the budget.
-    """
+    """Tokens of the middle that a head may keep of `budget`. Raises ValueError if the ends alone exceed it."""
     left = budget - sizes.sink - sizes.window
     if left < 0:
         raise ValueError(
@@ -47,24 +44,18 @@ def middle_budget(budget: int, sizes: Sizes) -> int:
 
 @dataclass(frozen=True)
 class Scored(Tokens):
-    """Sink and window stay, and between them the tokens of the highest scores.
+    """Sink and window stay and count as part of the budget, and between them the tokens of the highest scores.
 
-    Settings
-    budget: int, tokens, or float in (0, 1), share of the prompt, default 1024: what a KV head keeps of the prompt in
-      all, sink and window included. A share is rounded down.
+    The budget holds for the prompt; new tokens all stay, but under a choice that is `Evicting`.
     """
 
     free = "budget"
+    # what a KV head keeps of the prompt in all, sink and window included. A share is rounded down.
     budget: Budget = 1024
 
     @abstractmethod
     def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:
-        """The score of every token of one layer, [B, H, T]; of equal scores the earlier token stays.
-
-        layer: PromptLayer: its K, V, and what the choice asked to observe.
-        real: bool [B, T] or None: False marks padding; None is no padding.
-        config: the model's.
-        """
+        """The score of every token of one layer, [B, H, T]; real: bool [B, T]. Of equal ones the earlier stays."""
 
     def check_sizes(self, sizes: Sizes) -> None:
         if isinstance(self.budget, int):
@@ -86,12 +77,7 @@ class Scored(Tokens):
         return [rows] * len(prefill.layers)
 
     def highest(self, scores: Tensor, count: Tensor, sizes: Sizes) -> Tensor:
-        """The tokens of the middle that stay, bool [B, H, T]; here every head has the same number.
-
-        scores: [B, H, T], -inf outside the middle.
-        count: int [B], tokens per head.
-        sizes: from `protected`.
-        """
+        """The `count` [B] tokens of the middle that stay in every head, bool [B, H, T]; scores: -inf outside it."""
         return top(scores, count[:, None, None])
 
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig, sizes: Sizes) -> list[Tensor | None]:
@@ -125,14 +111,10 @@ class Scored(Tokens):
 
 @dataclass(frozen=True)
 class Evicting(Scored):
-    """A choice whose budget also holds while decoding, by scores that every step renews.
+    """A choice whose budget, a number of tokens, also holds while decoding, by scores that every step renews."""
 
-    Settings
-    budget: as in `Scored`; a number of tokens if `evict`.
-    evict: bool, default True: whether the budget also holds while decoding. If not, every new token stays, and the
-      choice may be combined with bits and reads.
-    """
-
+    # whether the budget also holds while decoding. If not, every new token stays, and the choice may be combined with
+    # bits and reads.
     evict: bool = field(default=True, kw_only=True)
 
     def check_sizes(self, sizes: Sizes) -> None:

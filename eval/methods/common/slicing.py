@@ -32,7 +32,6 @@ def slicing(model: PreTrainedModel, choose: Choose) -> Iterator[None]:
 
     The prompt has no padding and comes in one piece. Tokens leave after a layer's MLP, and the others keep their RoPE
     positions.
-
     choose: called after each layer with its index and its PromptLayer (K, V, queries). It returns which of the columns
     that the layer holds go on up, ascending [T'], or None for all of them. The last one must stay, because the next
     token comes from it.
@@ -67,11 +66,7 @@ def slicing(model: PreTrainedModel, choose: Choose) -> Iterator[None]:
 
 
 class RowPass(PromptPass):
-    """A pass that runs row by row.
-
-    A prompt always comes in one piece, because nothing can run above a layer that drops tokens before the whole prompt
-    has gone through that layer. So `chunk` is not used.
-    """
+    """A pass that runs row by row, on the whole prompt, as a layer drops tokens after all: `chunk` is not used."""
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         for index, layer in enumerate(DynamicCache(config=config).layers):
@@ -136,12 +131,7 @@ def _stack_layer(layers: Sequence[PromptLayer], columns: int, lengths: Sequence[
 
 
 def window_scores(layer: PromptLayer, window: int, kernel: int, pooling: str = "avg") -> Tensor:
-    """Attention of the last `window` queries to what precedes them, pooled by head, summed over all heads.
-
-    pooling: one of POOLING, default "avg".
-
-    Returns [T' - window].
-    """
+    """Attention [T' - window] of the last `window` queries to what precedes them, pooled by head, summed over all."""
     assert layer.queries is not None
     attention = received(layer.queries[:, :, -window:], layer.keys, scaling=layer.scaling, softmax=layer.softmax)
     return POOLING[pooling](attention[..., :-window], kernel, 1, kernel // 2)[0].sum(0)
@@ -160,10 +150,7 @@ def check_window(budget: Budget, window: int) -> None:
 
 
 def layer_at(layer: int | None, of_32: int, config: PreTrainedConfig) -> int:
-    """`layer`, or if it is None, the layer as deep as layer `of_32` of a model of 32.
-
-    Raises ValueError if no layer is above it.
-    """
+    """`layer`, None = as deep as layer `of_32` of 32. Raises ValueError if no layer is above it."""
     count = config.num_hidden_layers
     found = of_32 * count // 32 if layer is None else layer
     if not 0 <= found < count - 1:

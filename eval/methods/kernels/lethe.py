@@ -18,10 +18,7 @@ from leank.eval.cache.storage.upload import upload
 
 @triton.jit
 def _sum_heads(scores, total, length_ptr, held, columns, H: tl.constexpr, BLOCK: tl.constexpr):
-    """Fill total[0 : held] with the scores of a row's tokens over all heads that have a middle.
-
-    Returns their sum and the sum of their squares.
-    """
+    """Fill total[0 : held] with the scores of a row over all heads with a middle; returns their sum, and of squares."""
     one, two = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for at in range(0, held, BLOCK):
         t = at + tl.arange(0, BLOCK)
@@ -116,12 +113,8 @@ def rounds(
 ) -> tuple[Tensor, np.ndarray, np.ndarray]:
     """A round of the rows that are due; the slow form is `tokens.lethe.Rounds._round`.
 
-    scores: [B, H, columns] float32
-    length: int64 [B, H] on the device, tokens of each head's middle
+    length: int64 [B, H] on the device, tokens of each head's middle, at most `most`
     numbers: [R, 6] as in `_rounds`, of the rows that are due
-    most: most tokens that a middle holds
-    settings: Lethe: the settings
-
     Returns what stays of all rows' middles, bool [B, H, most], and on the host for the rows that are due the breakpoint
     in tokens (those held if there is none) and how many tokens of the middle stay. This waits for the device.
     """

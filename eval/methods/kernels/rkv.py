@@ -25,10 +25,7 @@ UNIT = float(1 << 40)  # of cosines that are added up as whole numbers
 
 @triton.jit
 def _keys(k, t, tokens, count, step, D: tl.constexpr, PAGE: tl.constexpr):
-    """Keys [D, len(t)] of the tokens t. What it says past the last token is any number.
-
-    tokens, count: of the head, tokens and channels; step: from a token to the next one, where there are no pages
-    """
+    """Keys [D, len(t)] of the tokens t, of any numbers past the last; step: between tokens where there are no pages."""
     d = tl.arange(0, D)
     if PAGE:
         there = (d < count)[:, None] & (t < tl.cdiv(tokens, PAGE) * PAGE)[None, :]  # whole pages are read faster
@@ -104,10 +101,7 @@ def measure(
     k, places, length_ptr, norm, total, repeated, most,
     H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):
-    """Program place: the norms of a head's keys in pages, the sum of the keys over their norms, zeros in `repeated`.
-
-    norm, total: [B, H, most] and [B, H, D] fp32; `most` is a multiple of TILE
-    """
+    """Program place: norms [B, H, most] of a head's keys in pages, and the sum [B, H, D] of keys over their norms."""
     place, d = tl.program_id(0).to(tl.int64), tl.arange(0, D)
     k, n, count = _head(k, places, length_ptr, place, 0, 0, 0, H, D, PAGE)
     sums = tl.zeros([D], tl.float32)
@@ -127,11 +121,10 @@ def rank(
     k, places, length_ptr, norm, total, repeated, scores, ranked, mix, most, columns, sink,
     H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, KERNEL: tl.constexpr, UNIT: tl.constexpr,
 ):
-    """Program place: Z of a head's middle.
+    """Program place: Z of a head's middle, into ranked [B, H, most] fp32.
 
     norm, total, repeated: of `measure` and `repeats`
     scores: [B, H, columns] fp32, those of the middle behind `sink` others, zeros past the last token held
-    ranked: [B, H, most] fp32
     """
     place, d = tl.program_id(0).to(tl.int64), tl.arange(0, D)
     k, n, count = _head(k, places, length_ptr, place, 0, 0, 0, H, D, PAGE)
@@ -178,18 +171,12 @@ def rank(
 
 
 class Tiles(NamedTuple):
-    """How tokens are compared.
+    """How tokens are compared."""
 
-    block: tokens of a program
-    tile: tokens that it compares them with at a time
-    span: tokens after which it asks whether it is done
-    warps, stages: of a program
-    """
-
-    block: int = 128
-    tile: int = 64
-    span: int = 1024
-    warps: int = 4
+    block: int = 128  # tokens of a program
+    tile: int = 64  # tokens that it compares them with at a time
+    span: int = 1024  # tokens after which it asks whether it is done
+    warps: int = 4  # warps, stages: of a program
     stages: int = 3
 
 
@@ -224,11 +211,7 @@ def _compare(
     page: int,
     tiles: Tiles,
 ) -> None:
-    """Add to `repeated` what `repeats` finds.
-
-    keys: numbers, places and lengths
-    dense: strides and tokens of keys without pages
-    """
+    """Add to `repeated` what `repeats` finds; keys: numbers, places and lengths; dense: for keys without pages."""
     most = norm.shape[-1]
     threshold = threshold if threshold < 1 else 2.0  # a cosine of equal keys is rounded to more than 1
     repeats[(most // tiles.block, norm.shape[0] * heads)](
@@ -246,14 +229,10 @@ def _compare(
 
 
 def ranking(scores: Tensor, tail: Segment, sink: int, tokens: int, settings: Any, tiles: Tiles = DEFAULT) -> Tensor:
-    """Z [B, H, tokens] of the middle's tokens, all of them in the tail; slow form: `tokens.rkv.Redundant.ranking`.
+    """Z [B, H, tokens] of a middle in the tail, undefined past its own; slow form: `tokens.rkv.Redundant.ranking`.
 
-    scores: [B, H, columns] float32, contiguous, zeros past the tokens held
-    sink: tokens before the middle
+    scores: [B, H, columns] float32, contiguous, zeros past the tokens held; sink: tokens before the middle
     tokens: the most that a head's middle holds
-    settings: RKV: the settings
-
-    What it says past a head's own tokens is undefined.
     """
     (batch, heads, columns), dim, device = scores.shape, tail.head_dim, scores.device
     most = round_up(tokens, max(tiles.block, tiles.tile, PAGE))

@@ -1,7 +1,4 @@
-"""ASL: tokens are dropped above the layer at which their ranks by attention have settled.
-
-"Adaptive Layer Selection for Layer-Wise Token Pruning in LLM Inference", arXiv 2601.07667, section 4, Algorithms 1, 2.
-"""
+"""ASL (arXiv 2601.07667, section 4, Algorithms 1, 2): tokens leave above the layer at which their ranks settled."""
 
 import hashlib
 import json
@@ -78,28 +75,19 @@ class ASL(RowPass):
 
     What is not set follows from the number of layers L: the paper's L_min = L // 3, L_obs = 8 and tau = 0.3 from 24
     layers on, and `few_layers` below, where the paper's settings never select.
-
-    Settings
-    budget: int, tokens, default 2048: k, tokens that go on up, the window included.
-    threshold: float in (0, 1) or None, default None: tau, of the relative variance; None is by the rule of the layers.
-    window: int, tokens, default 32: last queries, which score the tokens before them.
-    kernel: int, odd, default 7: neighbours over which a score is averaged.
-    observed: int >= 2 or None, default None: L_obs, layers whose ranks are compared; where fewer are below, those.
-    first: int or None, default None: L_min, the layer whose variance counts as 1; None is by the rule of the layers.
-    two_pass: bool, default False: whether all layers read what was selected once more, from position 0, as in
-      GemFilter.
-    layer: int or None, default None: select at this layer, whatever the ranks, for curves of cost and of quality.
     """
 
     free = "budget"
-    budget: Positive = 2048
+    budget: Positive = 2048  # k, tokens that go on up, the window included
+    # tau, of the relative variance; None is by the rule of the layers
     threshold: Annotated[float, Gt(0), Lt(1), "the paper uses 0.3"] | None = None
-    window: Positive = 32
-    kernel: Kernel = 7
+    window: Positive = 32  # last queries, which score the tokens before them
+    kernel: Kernel = 7  # neighbours over which a score is averaged
+    # L_obs, layers whose ranks are compared; where fewer are below, those
     observed: Annotated[int, Ge(2)] | None = None
-    first: Positive | None = None
-    two_pass: bool = False
-    layer: Count | None = None
+    first: Positive | None = None  # L_min, the layer whose variance counts as 1; None is by the rule of the layers
+    two_pass: bool = False  # whether all layers read what was selected once more, from position 0, as in GemFilter
+    layer: Count | None = None  # select at this layer, whatever the ranks, for curves of cost and of quality
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().check(config, tokenizer)

@@ -1,8 +1,4 @@
-"""FastKV: above one fixed layer, only the tokens that the last queries attended to go on.
-
-"FastKV: KV Cache Compression for Fast Long-Context Processing with Token-Selective Propagation", arXiv 2502.01068,
-section 4.1.
-"""
+"""FastKV (arXiv 2502.01068, section 4.1): above one layer, only the tokens go on that the last queries attended to."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -40,21 +36,13 @@ class FastKV(RowPass):
     - Pooling averages and the budgets are fixed by default. The authors' scripts pool by maximum, and their budgets are
       shares of the prompt, 0.2 for propagation and 0.1 for decoding: `fastkv_rates`.
     - The layer for another number of layers than 32 is proportional; ASL's experiments use layer 14 for Qwen's 28.
-
-    Settings
-    budget: int, tokens, or float in (0, 1), share of the prompt, default 2048: tokens that go on up, the window
-      included. A share is rounded down.
-    layer: int or None, default None: last layer that reads the whole prompt; None is as deep as layer 15 of 32.
-    window: int, tokens, default 8: last queries, which score the tokens before them.
-    kernel: int, odd, default 7: neighbours over which a score is pooled.
-    pooling: "avg" or "max", default "avg": how a head's scores are pooled.
     """
 
-    budget: Budget = 2048
-    layer: Count | None = None
-    window: Positive = 8
-    kernel: Kernel = 7
-    pooling: Annotated[str, OneOf(*POOLING)] = "avg"
+    budget: Budget = 2048  # tokens that go on up, the window included. A share is rounded down.
+    layer: Count | None = None  # last layer that reads the whole prompt; None is as deep as layer 15 of 32
+    window: Positive = 8  # last queries, which score the tokens before them
+    kernel: Kernel = 7  # neighbours over which a score is pooled
+    pooling: Annotated[str, OneOf(*POOLING)] = "avg"  # how a head's scores are pooled
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().check(config, tokenizer)

@@ -1,8 +1,4 @@
-"""GemFilter: an early layer picks the tokens; all layers then read those alone.
-
-"Discovering the Gems in Early Layers: Accelerating Long-Context LLMs with 1000x Input Token Reduction", arXiv
-2409.17422, Algorithm 1.
-"""
+"""GemFilter (arXiv 2409.17422, Algorithm 1): an early layer picks the tokens; all layers then read those alone."""
 
 from dataclasses import dataclass
 
@@ -28,17 +24,12 @@ class GemFilter(RowPass):
     code, nothing forces the last token to be among them. Prompts of no more than k tokens are read whole.
 
     Deviation: the filter layer for another number of layers than 32 is proportional; the authors name one per model.
-
-    Settings
-    budget: int, tokens, default 1024: k, tokens picked.
-    layer: int or None, default None: filter layer; None is as deep as layer 13 of 32.
-    kernel: int, odd, default 5: neighbours over which a score is averaged.
     """
 
     free = "budget"
-    budget: Positive = 1024
-    layer: Count | None = None
-    kernel: Kernel = 5
+    budget: Positive = 1024  # k, tokens picked
+    layer: Count | None = None  # filter layer; None is as deep as layer 13 of 32
+    kernel: Kernel = 5  # neighbours over which a score is averaged
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().check(config, tokenizer)

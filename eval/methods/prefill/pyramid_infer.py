@@ -1,7 +1,4 @@
-"""PyramidInfer: layer by layer, fewer of the tokens that recent tokens attend to go on.
-
-"PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference", arXiv 2405.12532, section 3.
-"""
+"""PyramidInfer (arXiv 2405.12532, section 3): layer by layer, fewer of the tokens that recent ones attend to go on."""
 
 import math
 from dataclasses import dataclass
@@ -38,26 +35,18 @@ class PyramidInfer(RowPass):
       reached there: that code runs at a constant share.
     - The scores come from one more pass over the logits of the recent queries, in tiles, not from a T x T matrix.
     - K and V of new tokens all stay during decoding. The authors drop some in groups of 16.
-
-    Settings
-    recent: float in (0, 1], default 0.2: share of the prompt's last tokens that stay, in addition to the very last one.
-    decay: float in [0, 1], default 0.9: share at depth 1, the end of the schedule, which starts at 1 at the first
-      layer.
-    schedule: "cosine" or "linear", default "cosine": how the share falls with depth.
-    least: int, tokens, default 64: a layer that would pass on no more than this of what precedes passes on all.
-    every: int, layers, default 1: distance from one choice to the next.
-    sink: int, tokens, default 4: first tokens that always stay.
-    newest: float > 0, default 1.2: weight of the newest recent query relative to the oldest, on a line.
     """
 
     free = "decay"
+    # share of the prompt's last tokens that stay, in addition to the very last one
     recent: Annotated[float, Gt(0), Le(1)] = 0.2
+    # share at depth 1, the end of the schedule, which starts at 1 at the first layer
     decay: Annotated[float, Ge(0), Le(1)] = 0.9
-    schedule: Annotated[str, OneOf(*SCHEDULES)] = "cosine"
-    least: Count = 64
-    every: Positive = 1
-    sink: Count = 4
-    newest: Annotated[float, Gt(0)] = 1.2
+    schedule: Annotated[str, OneOf(*SCHEDULES)] = "cosine"  # how the share falls with depth
+    least: Count = 64  # a layer that would pass on no more than this of what precedes passes on all
+    every: Positive = 1  # layers from one choice to the next
+    sink: Count = 4  # first tokens that always stay
+    newest: Annotated[float, Gt(0)] = 1.2  # weight of the newest recent query relative to the oldest, on a line
 
     def share(self, depth: float) -> float:
         """p(depth): share of what precedes the recent tokens that goes on from a layer at depth layer / layers."""

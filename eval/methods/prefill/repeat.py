@@ -1,7 +1,4 @@
-"""KVzip's pass: after a dense pass over the prompt the model is asked to repeat it, which scores the prompt's tokens.
-
-"KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", arXiv 2505.23416, section 3.
-"""
+"""KVzip's pass (arXiv 2505.23416, section 3): the model is asked to repeat the prompt, which scores its tokens."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -49,14 +46,10 @@ class Repeat(RowPass):
     - The authors and kvpress leave a chat template's text before the context out of what is repeated. Here the whole
       prompt is repeated; `compress=before_question` leaves out the question.
     - The prompt comes in one piece, as in every pass that runs row by row.
-
-    Settings
-    piece: int, tokens, default 2048: m, how much is repeated at a time.
-    first: int, tokens, default 4: first keys that take part in the softmax of every later piece.
     """
 
-    piece: Positive = 2048
-    first: Count = 4
+    piece: Positive = 2048  # m, how much is repeated at a time
+    first: Count = 4  # first keys that take part in the softmax of every later piece
     _words: dict[str, Words] = field(default_factory=dict, repr=False, compare=False)
 
     def calibrate(self, observe: Observe, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
@@ -69,7 +62,7 @@ class Repeat(RowPass):
         return all_of_it, all_of_it
 
     def pieces(self, prompt: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """First column, end, and what the model reads to repeat the tokens between [1, n], of a prompt [1, T].
+        """First column, end, and what the model reads [1, n] to repeat each piece of a prompt [1, T].
 
         Raises RuntimeError before the tokenizer is known.
         """
@@ -98,10 +91,7 @@ class Repeat(RowPass):
         return found
 
     def scores(self, layer: PromptLayer, start: int, end: int) -> Tensor:
-        """What the columns from start to end of a layer that has read them again receive at most, [1, H, end - start].
-
-        layer: PromptLayer: its last queries are those of what was read, and so are its last keys.
-        """
+        """What columns of a layer that has read them again receive at most, [1, H, end - start]."""
         assert layer.queries is not None
         said, before = layer.queries.shape[2], min(self.first, start)
         keys = torch.cat([layer.keys[:, :, :before], layer.keys[:, :, start:end], layer.keys[:, :, -said:]], 2)
@@ -111,9 +101,7 @@ class Repeat(RowPass):
 def largest(queries: Tensor, keys: Tensor, scaling: float | None = None, softmax: Softmax = PLAIN) -> Tensor:
     """The largest attention that each key receives from any query of its group, [B, H, T], float32 or wider.
 
-    queries: [B, Hq, n, D]: the last one is at the last key, and none sees past itself.
-    keys: [B, H, T, D].
-    scaling, softmax: see `leank.eval.inference.observe.received`.
+    queries: [B, Hq, n, D]: the last one is at the last key, and none sees past itself; keys: [B, H, T, D].
     """
     (batch, heads, length, dim), new = keys.shape, queries.shape[2]
     grouped = queries.unflatten(1, (heads, -1)).to(wide(queries)) * (dim**-0.5 if scaling is None else scaling)

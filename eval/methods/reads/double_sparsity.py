@@ -1,7 +1,4 @@
-"""Double Sparsity: a query reads the tokens that score highest on a few channels.
-
-"Post-Training Sparse Attention with Double Sparsity", arXiv 2408.07092, section 3.
-"""
+"""Double Sparsity (arXiv 2408.07092, section 3): a query reads the tokens that score highest on a few channels."""
 
 from __future__ import annotations
 
@@ -39,28 +36,18 @@ class DoubleSparsity(Reads):
     - The labels are read from the stored keys, where they stand before the other channels, so no second copy in 2 or 4
       bits is held. With `label_bits` they are rounded as such a copy is, per token and head, without the copy's bytes.
     - The authors leave layers 0 and 1 dense: dense_layers=2. Here every layer reads by its labels by default.
-    - Plain PyTorch, which runs where the Triton kernel cannot, reads the other tokens too and masks them: answers are
-      the method's, time is not.
-
-    Settings
-    budget: int, tokens, default 1024: tokens that a query head reads in all, sink and window included.
-    ratio: float in [0, 1), default 0.875: share of channels that are no labels.
-    task: str, default "niah_single_2": task of the calibration samples.
-    length: int, tokens, default 512: longest calibration sample.
-    samples: int, default 256: number of calibration samples.
-    seed: int, default 7: seed of the calibration samples.
-    dense_layers: int, default 0: first layers that read everything.
-    label_bits: 2, 4 or 16, default 16: bits that labels are rounded to before tokens are chosen; 16 leaves them as they
-      are. Each token's labels share a scale and a zero point in a KV head.
+    - Plain PyTorch, which runs where the Triton kernel cannot, masks the other tokens: time is not the method's.
     """
 
-    budget: Positive = 1024
-    ratio: Share = 0.875
-    task: str = "niah_single_2"
-    length: Positive = 512
-    samples: Samples = 256
-    seed: Seed = 7
-    dense_layers: Count = 0
+    budget: Positive = 1024  # tokens that a query head reads in all, sink and window included
+    ratio: Share = 0.875  # share of channels that are no labels
+    task: str = "niah_single_2"  # task of the calibration samples
+    length: Positive = 512  # longest calibration sample, tokens
+    samples: Samples = 256  # number of calibration samples
+    seed: Seed = 7  # seed of the calibration samples
+    dense_layers: Count = 0  # first layers that read everything
+    # bits that labels are rounded to before tokens are chosen; 16 leaves them as they are. Each token's labels share a
+    # scale and a zero point in a KV head.
     label_bits: Annotated[int, OneOf(2, 4, 16)] = 16
     _found: Calibration = field(default_factory=Calibration, repr=False, compare=False)
 
@@ -84,18 +71,12 @@ class DoubleSparsity(Reads):
 
 @dataclass(frozen=True)
 class Labels:
-    """The rule of one layer.
+    """The rule of one layer."""
 
-    channels: bool [H, D]: label channels.
-    budget: int, tokens: what a query head reads in all.
-    bits: int, default 16: bits that labels are rounded to; 16 leaves them as they are.
-    most: int, tokens, default 0: what it reads of the middle, known once the layer has sizes.
-    """
-
-    channels: Tensor
-    budget: int
-    bits: int = 16
-    most: int = 0
+    channels: Tensor  # bool [H, D]: label channels
+    budget: int  # what a query head reads in all
+    bits: int = 16  # bits that labels are rounded to; 16 leaves them as they are
+    most: int = 0  # what it reads of the middle, known once the layer has sizes
 
     @property
     def labels(self) -> Tensor:

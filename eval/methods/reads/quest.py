@@ -1,7 +1,4 @@
-"""Quest: a query reads whole pages of the middle, those whose keys could score highest.
-
-"Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", arXiv 2406.10774, Algorithm 1.
-"""
+"""Quest (arXiv 2406.10774, Algorithm 1): a query reads whole pages, those whose keys could score highest."""
 
 from __future__ import annotations
 
@@ -34,18 +31,12 @@ class Quest(Reads):
     Deviations
     - Sink and window are always read; the authors' code reads at least three pages of any part. The window may hold up
       to `flush` tokens more than its size, beyond the budget.
-    - Plain PyTorch, which runs where the Triton kernel cannot, reads the other pages too and masks them: answers are
-      Quest's, time is not.
-
-    Settings
-    budget: int, tokens, default 1024: tokens that a query head reads in all, sink and window included.
-    page: int, tokens, default 16: size of a page.
-    dense_layers: int, default 2: first layers that read everything.
+    - Plain PyTorch, which runs where the Triton kernel cannot, masks the other pages: time is not Quest's.
     """
 
-    budget: Positive = 1024
-    page: Positive = 16
-    dense_layers: Count = 2
+    budget: Positive = 1024  # tokens that a query head reads in all, sink and window included
+    page: Positive = 16  # tokens of a page
+    dense_layers: Count = 2  # first layers that read everything
 
     def check_sizes(self, sizes: Sizes) -> None:
         middle_budget(self.budget, sizes)
@@ -63,12 +54,7 @@ class Quest(Reads):
 
 
 class Pages:
-    """The pages of one layer's middle, ranked by their bounds.
-
-    store: Store: the sealed layer.
-    page: int, tokens: size of a page.
-    most: int: how many pages a query head reads.
-    """
+    """The pages of a sealed layer's middle, ranked by their bounds; most: how many a query head reads."""
 
     def __init__(self, store: Store, page: int, most: int) -> None:
         self.bounds = Bounds(store, page)

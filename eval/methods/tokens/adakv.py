@@ -1,8 +1,4 @@
-"""AdaKV: the heads of a layer share one budget, by the scores of another choice of tokens.
-
-"Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference", arXiv 2407.11550,
-section 4.
-"""
+"""Ada-KV (arXiv 2407.11550, section 4): a layer's heads share one budget, by the scores of another choice of tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,24 +21,17 @@ from leank.typed import Share
 @method("adakv")
 @dataclass(frozen=True)
 class AdaKV(Scored):
-    """A layer keeps the H B tokens of the highest scores over all its H KV heads, B the budget of a head.
+    """A layer keeps the H B tokens of the highest scores over all its H KV heads, B the budget, a head's mean.
 
       kept = top H B of {score_hj : h = 1 ... H, j = 1 ... T},   of every head at least its floor(safeguard B) best
 
-    Deviations
-    - The paper gives head h the budget safeguard B + (1 - safeguard) B_h, where B_h of the H B best tokens are its own.
-      Here, as in kvpress, the best floor(safeguard B) of every head are certain, and the others compete.
-    - The budget holds for the prompt, and new tokens all stay.
-
-    Settings
-    scores_of: mapping {name: ..., its settings}, default SnapKV: the choice of tokens whose scores count; it needs
-      scores of its own and takes no budget.
-    budget: see eval.methods.common.scored; default 1024. It is the mean over the heads of a layer.
-    safeguard: float in [0, 1), default 0.2: share of the budget that is certain in every head.
+    Deviation: the paper gives head h the budget safeguard B + (1 - safeguard) B_h, where B_h of the H B best tokens are
+    its own. Here, as in kvpress, the best floor(safeguard B) of every head are certain, and the others compete.
     """
 
+    # the choice of tokens whose scores count; it needs scores of its own and takes no budget
     scores_of: Mapping[str, Any] | None = None
-    safeguard: Share = 0.2
+    safeguard: Share = 0.2  # share of the budget that is certain in every head
 
     @cached_property
     def inner(self) -> Scored:

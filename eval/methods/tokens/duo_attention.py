@@ -1,6 +1,5 @@
-"""DuoAttention: streaming heads keep sink and window alone, retrieval heads keep everything.
+"""DuoAttention (arXiv 2410.10819, section 2): streaming heads keep sink and window, retrieval heads keep everything.
 
-"DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads", arXiv 2410.10819, section 2;
 w_hf is of LeanK (arXiv 2508.02215), section 5.2 and appendix D.
 """
 
@@ -18,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from leank.channel_scores import lowest_frequencies
 from leank.data_gen.amount import amount
-from leank.data_gen.sample import Sample
+from leank.data_gen.task import Sample
 from leank.data_gen.tasks import task
 from leank.eval.benchmarks.ruler import draw
 from leank.eval.cache.storage.sizes import Sizes
@@ -49,27 +48,18 @@ class DuoAttention(Tokens):
     - Of equal gates the lower layer's head streams first; the authors' code draws lots.
     - int(ratio * heads + 0.5) heads stream by default. The authors' code takes ceil(ratio * (heads - 1)), at times one
       head fewer: count="authors".
-
-    Settings
-    pattern: str or None, default None: the authors' full_attention_heads.tsv, gates [L, H]; None uses w_hf.
-    ratio: float in [0, 1], default 0.5: share of the KV heads that stream.
-    task: str, default "vt": task of the sample on which w_hf is measured.
-    length: int, tokens, default 2048: longest sample.
-    seed: int, default 7: seed of the sample.
-    queries: int, default 32: last queries of the sample, q.
-    count: "nearest" or "authors", default "nearest": how many heads stream, see above.
-    order: "highest", "lowest" or "random", default "highest": which heads stream by their w_hf. With a pattern, the
-      highest w_hf are the lowest gates. "lowest" and "random" (by `seed`) are the controls of LeanK's figure 8.
     """
 
     free = "ratio"
-    pattern: str | None = None
-    ratio: Annotated[float, Ge(0), Le(1)] = 0.5
-    task: str = "vt"
-    length: Positive = 2048
-    seed: Seed = 7
-    queries: Positive = 32
-    count: Annotated[str, OneOf(*COUNTS)] = "nearest"
+    pattern: str | None = None  # the authors' full_attention_heads.tsv, gates [L, H]; None uses w_hf
+    ratio: Annotated[float, Ge(0), Le(1)] = 0.5  # share of the KV heads that stream
+    task: str = "vt"  # task of the sample on which w_hf is measured
+    length: Positive = 2048  # longest sample, tokens
+    seed: Seed = 7  # seed of the sample
+    queries: Positive = 32  # last queries of the sample, q
+    count: Annotated[str, OneOf(*COUNTS)] = "nearest"  # how many heads stream, see above
+    # which heads stream by their w_hf. With a pattern, the highest w_hf are the lowest gates. "lowest" and "random" (by
+    # `seed`) are the controls of LeanK's figure 8.
     order: Annotated[str, OneOf(*ORDERS)] = "highest"
     _ratios: Calibration = field(default_factory=Calibration, repr=False, compare=False)
 
@@ -164,12 +154,7 @@ class DuoAttention(Tokens):
 
 
 def high_frequency_ratio(prefill: Prefill, high: Tensor, queries: int) -> Tensor:
-    """w_hf [L, H] of one prompt; -inf in layers with sliding-window attention.
-
-    prefill: Prefill: the pass over the prompt.
-    high: bool [L, H, D]: channels of high frequency.
-    queries: int: how many last queries count.
-    """
+    """w_hf [L, H] of one prompt by its last queries, -inf under sliding windows; high: bool [L, H, D], channels."""
     ratio = torch.full(high.shape[:2], -torch.inf)
     for index, layer in enumerate(prefill.layers):
         if isinstance(layer, PromptLayer) and layer.queries is not None:

@@ -1,8 +1,4 @@
-"""Expected Attention: the tokens that future queries can be expected to attend to stay.
-
-"Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution", arXiv 2510.00636,
-section 3.
-"""
+"""Expected Attention (arXiv 2510.00636, section 3): the tokens that future queries can be expected to attend to."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -38,23 +34,14 @@ class ExpectedAttention(Scored):
     Deviations
     - The value's norm is ||v||, as in kvpress; the paper has ||W_o v||, and epsilon 0.02.
     - At most the last `queries` queries are observed, which bounds memory; the paper takes all of the prompt's.
-    - The budget holds for the prompt and new tokens all stay. The paper also compresses while decoding, and lets each
-      head have a budget of its own, which is `adakv` around this choice.
-
-    Settings
-    budget: see eval.methods.common.scored; default 1024.
-    queries: int, default 4096: last queries of the prompt that are observed.
-    future: int, tokens, default 512: positions after the prompt over which RoPE is averaged.
-    skip: int, tokens, default 4: first tokens, whose queries and keys do not count; the sink should hold them.
-    covariance: bool, default True: whether Sigma counts.
-    epsilon: float >= 0, default 0: added to the attention.
+    - The paper also compresses while decoding, and each head has a budget of its own, which is `adakv` around this.
     """
 
-    queries: Positive = 4096
-    future: Positive = 512
-    skip: Count = 4
-    covariance: bool = True
-    epsilon: Annotated[float, Ge(0)] = 0.0
+    queries: Positive = 4096  # last queries of the prompt that are observed
+    future: Positive = 512  # positions after the prompt over which RoPE is averaged
+    skip: Count = 4  # first tokens, whose queries and keys do not count; the sink should hold them
+    covariance: bool = True  # whether Sigma counts
+    epsilon: Annotated[float, Ge(0)] = 0.0  # added to the attention
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         rope = getattr(config, "rope_parameters", None) or {}

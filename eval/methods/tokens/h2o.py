@@ -1,7 +1,4 @@
-"""H2O: the tokens that have received the most attention from all queries stay.
-
-"H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models", arXiv 2306.14048, section 4.
-"""
+"""H2O (arXiv 2306.14048, section 4): the tokens that have received the most attention from all queries stay."""
 
 from dataclasses import dataclass
 
@@ -27,9 +24,6 @@ class H2O(Evicting):
     Deviation: the paper evicts after every token, those of the prompt as well. Here eviction follows the whole prompt,
     as in public code, so that no early token is lost to the prompt's own beginning, and then happens whenever `flush`
     tokens have left the window.
-
-    Settings
-    budget, evict: see eval.methods.common.scored; default 1024 and True.
     """
 
     column_sums = True

@@ -1,8 +1,4 @@
-"""KeyDiff: the tokens whose keys are least like the others stay; no query is looked at.
-
-"KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in Resource-Constrained Environments",
-arXiv 2504.15364, section 3.
-"""
+"""KeyDiff (arXiv 2504.15364, section 3): the tokens whose keys are least like the others; no query is looked at."""
 
 from dataclasses import dataclass
 
@@ -24,14 +20,8 @@ class KeyDiff(Scored):
 
       score_j = -cos(k_j, a),   a = mean over the prompt's tokens i of k_i / ||k_i||
 
-    Deviations
-    - The paper goes through the prompt block by block and evicts after each. Here the prompt is read whole and cut
-      once, as kvpress does without its block-wise wrapper.
-    - The budget holds for the prompt. New tokens all stay; the paper goes on evicting while decoding.
-    - Sink and window always stay and count as part of the budget.
-
-    Settings
-    budget: see eval.methods.common.scored; default 1024.
+    Deviation: the paper goes through the prompt block by block and evicts after each, and while decoding. Here the
+    prompt is read whole and cut once, as kvpress does without its block-wise wrapper.
     """
 
     def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:

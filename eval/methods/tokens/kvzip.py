@@ -1,7 +1,4 @@
-"""KVzip: the tokens stay that the model attends to while it repeats the prompt.
-
-"KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", arXiv 2505.23416, section 3.
-"""
+"""KVzip (arXiv 2505.23416, section 3): the tokens stay that the model attends to while it repeats the prompt."""
 
 from dataclasses import dataclass
 
@@ -21,14 +18,9 @@ from leank.eval.methods.common.scored import Scored
 class KVzip(Scored):
     """All KV heads of all layers share one budget, by the scores of the pass `repeat`.
 
-      kept = top L H B of {score_lhj : l = 1 ... L, h = 1 ... H, j = 1 ... T},   B the mean budget of a head
-
-    Sink and window of the cache stay and count as part of the budget.
+      kept = top L H B of {score_lhj : l = 1 ... L, h = 1 ... H, j = 1 ... T},   B the budget, the mean of a head
 
     Deviation: the authors and kvpress protect the first tokens alone.
-
-    Settings
-    budget: see eval.methods.common.scored; default 1024. It is the mean over all heads of all layers.
     """
 
     @property

@@ -1,8 +1,4 @@
-"""Lethe: layers drop tokens in rounds while decoding.
-
-Zeng et al., "Lethe: Layer- and Time-Adaptive KV Cache Pruning for Reasoning-Intensive LLM Serving". There is no public
-code; this follows its Eq. 1 to 5 and Algorithm 1.
-"""
+"""Lethe (arXiv 2511.06029, Eq. 1 to 5, Algorithm 1; no public code): layers drop tokens in rounds while decoding."""
 
 from __future__ import annotations
 
@@ -53,26 +49,16 @@ class Lethe(Tokens):
     - Neither reading bounds memory: L_evict may double for ever, and recent and best may be all there is. With `limit`,
       a round that would leave more keeps the sink, recent_ratio of the limit, and the best of the rest up to (D - 1) /
       D of it.
-
-    Settings
-    sparse_ratio: float > 1, default 400: tau.
-    recent_ratio: float in [0, 1), default 0.3: share of a layer's tokens that stay because they are the last.
-    segments: int >= 2, default 8: D.
-    gamma: float in (0, 1), default 0.99: decay of the scores per step.
-    evict_at: int, tokens, default 1024: what a layer holds before its first round, the first L_evict.
-    reading: "text" or "printed", default "text": which reading of Algorithm 1 applies.
-    limit: int, tokens, default 0: L_evict never grows past it; 0 is no limit.
-    min_sparsity: float in [0, 1], default 0: Hoyer sparsity below which a layer waits.
     """
 
-    sparse_ratio: Annotated[float, Gt(1)] = 400.0
-    recent_ratio: Share = 0.3
-    segments: Annotated[int, Ge(2)] = 8
-    gamma: Annotated[float, Gt(0), Lt(1)] = 0.99
-    evict_at: Positive = 1024
-    reading: Annotated[str, OneOf(*READINGS)] = "text"
-    limit: Count = 0
-    min_sparsity: Annotated[float, Ge(0), Le(1)] = 0.0
+    sparse_ratio: Annotated[float, Gt(1)] = 400.0  # tau
+    recent_ratio: Share = 0.3  # share of a layer's tokens that stay because they are the last
+    segments: Annotated[int, Ge(2)] = 8  # D
+    gamma: Annotated[float, Gt(0), Lt(1)] = 0.99  # decay of the scores per step
+    evict_at: Positive = 1024  # tokens that a layer holds before its first round, the first L_evict
+    reading: Annotated[str, OneOf(*READINGS)] = "text"  # which reading of Algorithm 1 applies
+    limit: Count = 0  # L_evict never grows past it; 0 is no limit
+    min_sparsity: Annotated[float, Ge(0), Le(1)] = 0.0  # Hoyer sparsity below which a layer waits
     column_sums = True
 
     def check_sizes(self, sizes: Sizes) -> None:
@@ -96,12 +82,7 @@ class Lethe(Tokens):
 
 
 class Rounds(Eviction):
-    """The rounds of one layer.
-
-    settings: Lethe: the settings.
-
-    `evict_at` [B] is how many tokens of each row the layer holds before the next round.
-    """
+    """The rounds of one layer; `evict_at` [B]: tokens of each row that it holds before the next round."""
 
     evict_at: np.ndarray
 
@@ -177,11 +158,7 @@ class Rounds(Eviction):
     def _round(
         self, rows: np.ndarray, scores: Tensor, held: np.ndarray, sink: np.ndarray, window: np.ndarray
     ) -> Tensor:
-        """Algorithm 1 on scores [R, n] of the layer's tokens: those that stay, bool [R, n].
-
-        rows: [R], whose `evict_at` change
-        held, sink, window: [R], tokens of each row, in all and at both ends
-        """
+        """Algorithm 1 on scores [R, n] of a layer: the tokens that stay, bool [R, n]; of rows, `evict_at` changes."""
         place = torch.arange(scores.shape[1], device=scores.device)
         found = self._breakpoints(scores, held)
         recent = self._take(rows, found, held)
@@ -221,10 +198,7 @@ def bounds(settings: Lethe, sink: np.ndarray, window: np.ndarray) -> tuple[np.nd
 
 
 def hoyer(a: Tensor, count: Tensor | None = None) -> Tensor:
-    """Hoyer sparsity [...] of a [..., n] >= 0 (Eq. 1): 0 where all are equal, 1 where only one is not zero.
-
-    count: [...], numbers of each row that belong, behind which there are zeros; None = n
-    """
+    """Hoyer sparsity of the first `count` of a [..., n] >= 0 (Eq. 1): 0 where all are equal, 1 where one counts."""
     root = (torch.full(a.shape[:-1], a.shape[-1], device=a.device) if count is None else count).sqrt()
     share = (root - a.sum(-1) / a.norm(dim=-1)) / (root - 1)
     return torch.where(root > 1, share, 1.0)

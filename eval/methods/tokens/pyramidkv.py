@@ -1,7 +1,4 @@
-"""PyramidKV: SnapKV's choice with more tokens in the lower layers than in the upper ones.
-
-"PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling", arXiv 2406.02069, section 3.2.
-"""
+"""PyramidKV (arXiv 2406.02069, section 3.2): SnapKV's choice with more tokens in lower layers than in upper ones."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -25,25 +22,20 @@ from leank.typed import OneOf, Positive
 class PyramidKV(SnapKV):
     """SnapKV's scores choose, and each layer's budget lies on a line that falls with depth.
 
-    Let C be the budget less sink and window (or observed tokens). The top layer chooses C // beta tokens, the lowest
-    2 C - C // beta, and those between lie on a line. A prompt with less than the lowest layer's share gives that layer
-    all it has, and the line ends higher. Each layer's share is rounded down, and what that leaves goes to the largest
-    remainders, the lower layer first, so that all layers together choose L C exactly.
+    Let C be the budget, the layers' mean, less sink and window (or observed tokens). The top layer chooses C // beta
+    tokens, the lowest 2 C - C // beta, and those between lie on a line. A prompt with less than the lowest layer's
+    share gives that layer all it has, and the line ends higher. Each layer's share is rounded down, and what that
+    leaves goes to the largest remainders, the lower layer first, so that all layers together choose L C exactly.
 
     Deviations
     - The authors' code rounds the step between layers down and so holds up to 15% more tokens at small budgets:
       rounding="authors". It leaves prompts of less than 2 C tokens to SnapKV.
     - The authors' window is 8, and their pooling is max by default. Here both are SnapKV's defaults, so that the two
       methods differ in nothing but the layers' shares.
-
-    Settings
-    budget: see eval.methods.common.scored; default 1024. It is the mean over the layers.
-    queries, kernel, pooling, group: see eval.methods.tokens.snapkv.
-    beta: int, default 20: the top layer gets 1 / beta of the mean.
-    rounding: "exact" or "authors", default "exact": whether the shares add up, or the step is rounded down.
     """
 
-    beta: Positive = 20
+    beta: Positive = 20  # the top layer gets 1 / beta of the mean
+    # whether the shares add up, or the step is rounded down
     rounding: Annotated[str, OneOf("exact", "authors")] = "exact"
 
     def shares(self, mean: int, available: int, layers: int) -> list[int]:
@@ -76,10 +68,7 @@ class PyramidKV(SnapKV):
 
 
 def pyramid(mean: int, available: int, layers: int, beta: int) -> list[int]:
-    """Tokens of each layer, the lowest first: on a line, `mean` on average, at most `available` in the lowest.
-
-    With fewer available than `mean`, no layer's share is less than what there is.
-    """
+    """Tokens of each layer, the lowest first: on a line, `mean` on average, or all of the `available` where fewer."""
     if layers < 2:
         return [mean] * layers
     most = min(2 * mean - mean // beta, available)

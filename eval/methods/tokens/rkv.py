@@ -1,7 +1,4 @@
-"""R-KV: tokens stay that the latest queries attend to and that are not repeated by others; made for long replies.
-
-"R-KV: Redundancy-aware KV Cache Compression for Reasoning Models", arXiv 2505.24133, section 3.
-"""
+"""R-KV (arXiv 2505.24133, section 3): tokens stay that are attended to and not repeated; made for long replies."""
 
 from __future__ import annotations
 
@@ -49,20 +46,12 @@ class RKV(Evicting):
       leaves the observed tokens out of the softmax. Pooling reaches into the observed tokens here, so that more of the
       few tokens before them stay; theirs ends before them.
     - A prompt longer than the budget is cut by the same rule at its end.
-
-    Settings
-    budget: see eval.methods.common.scored; default 1024.
-    queries: int, default 8: alpha, last queries that are observed; their tokens always stay.
-    kernel: int, odd, default 7: neighbours over which importance is pooled.
-    mix: float in [0, 1], default 0.1: weight of importance; the authors' code has 0.07.
-    threshold: float in [0, 1], default 0.5: cosine above which two keys are alike; none are at 1.
-    evict: bool, default True: whether the budget also holds while decoding.
     """
 
-    queries: Positive = 8
-    kernel: Kernel = 7
-    mix: Annotated[float, Ge(0), Le(1)] = 0.1
-    threshold: Annotated[float, Ge(0), Le(1)] = 0.5
+    queries: Positive = 8  # alpha, last queries that are observed; their tokens always stay
+    kernel: Kernel = 7  # neighbours over which importance is pooled
+    mix: Annotated[float, Ge(0), Le(1)] = 0.1  # weight of importance; the authors' code has 0.07
+    threshold: Annotated[float, Ge(0), Le(1)] = 0.5  # cosine above which two keys are alike; none are at 1
 
     def protected(self, sizes: Sizes) -> Sizes:
         return Sizes(sizes.sink, max(sizes.window, self.queries), sizes.flush)
@@ -85,11 +74,7 @@ class RKV(Evicting):
 
 
 class Redundant(HeavyHitters):
-    """The tokens of a head's middle with the largest Z stay.
-
-    heavy: int: tokens of the middle that stay.
-    settings: RKV: the settings.
-    """
+    """The `heavy` tokens of a head's middle with the largest Z stay."""
 
     def __init__(self, heavy: int, settings: RKV) -> None:
         super().__init__(heavy)

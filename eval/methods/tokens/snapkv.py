@@ -1,7 +1,4 @@
-"""SnapKV: in every head the tokens that the prompt's last queries attend to stay.
-
-"SnapKV: LLM Knows What You are Looking for Before Generation", arXiv 2404.14469, section 4.
-"""
+"""SnapKV (arXiv 2404.14469, section 4): in every head the tokens that the prompt's last queries attend to stay."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -28,27 +25,19 @@ class SnapKV(Scored):
 
       score_j = pool_j(sum over the observed queries t of softmax(q_t K^T / sqrt(D))_j)
 
-    Sink and window of the cache stay too and count as part of the budget. sink=0 and a window of `queries` tokens are
-    the paper's.
+    sink=0 and a window of `queries` tokens are the paper's.
 
     Deviations
     - The authors' code keeps separate tokens for every query head, repeating K and V. Here a KV head has one set, by
       the mean of its group as in kvpress; a sum chooses the same.
     - Pooling averages by default. The authors' LongBench settings pool by maximum over 7, and so do ThinK and IAP:
       `snapkv_max`. Every query head is pooled by itself.
-
-    Settings
-    budget: see eval.methods.common.scored; default 1024.
-    queries: int, default 32: last queries that are observed; their tokens always stay.
-    kernel: int, odd, default 7: neighbours over which a score is pooled.
-    pooling: "avg" or "max", default "avg": how a score is pooled.
-    group: "mean" or "max", default "mean": how the scores of a KV head's query heads become one.
     """
 
-    queries: Positive = 32
-    kernel: Kernel = 7
-    pooling: Annotated[str, OneOf(*POOLING)] = "avg"
-    group: Annotated[str, OneOf(*GROUP)] = "mean"
+    queries: Positive = 32  # last queries that are observed; their tokens always stay
+    kernel: Kernel = 7  # neighbours over which a score is pooled
+    pooling: Annotated[str, OneOf(*POOLING)] = "avg"  # how a score is pooled
+    group: Annotated[str, OneOf(*GROUP)] = "mean"  # how the scores of a KV head's query heads become one
 
     def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:
         """Pooled attention that each token receives from the observed queries, [B, H, T]; theirs is 0."""

@@ -1,7 +1,4 @@
-"""StreamingLLM: the first and the last tokens stay, in every head.
-
-"Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453, section 3.2.
-"""
+"""StreamingLLM (arXiv 2309.17453, section 3.2): the first and the last tokens stay, in every head."""
 
 from dataclasses import dataclass
 
@@ -27,8 +24,6 @@ class StreamingLLM(Tokens):
     - The window grows by up to `flush` tokens before it is cut back.
     - Tokens keep the positions that they have in the text. The paper numbers the held tokens anew, which matters only
       beyond the lengths that a model was trained on.
-
-    Settings: none of its own.
     """
 
     free = "window"

@@ -1,7 +1,4 @@
-"""TOVA: the tokens that the last query attends to stay, the same in all heads of a layer.
-
-"Transformers are Multi-State RNNs", arXiv 2401.06104, section 3.2.
-"""
+"""TOVA (arXiv 2401.06104, section 3.2): the tokens that the last query attends to, the same in all heads of a layer."""
 
 from __future__ import annotations
 
@@ -30,11 +27,7 @@ class TOVA(Evicting):
     Deviations
     - The paper evicts one token per step, in the prompt as well. Here the prompt is cut once, as in kvpress, and then
       tokens leave whenever `flush` tokens have left the window.
-    - Sink and window always stay and count as part of the budget; the paper protects no token. sink=0 and a window of
-      one flush are closest.
-
-    Settings
-    budget, evict: see eval.methods.common.scored; default 1024 and True.
+    - The paper protects no token. sink=0 and a window of one flush are closest.
     """
 
     @property

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from leank.eval.benchmarks import from_files
 from leank.eval.benchmarks.babilong import BabiLong
+from leank.eval.benchmarks.base import score_row
 from leank.eval.benchmarks.gsm_infinite import GsmInfinite
 from leank.eval.benchmarks.infinitebench import InfiniteBench
 from leank.eval.benchmarks.longbench import LongBench
 from leank.eval.benchmarks.longbench_v2 import LongBenchV2
 from leank.eval.benchmarks.math500 import Math500
 from leank.eval.benchmarks.mmlu import Mmlu
-from leank.eval.benchmarks.scoring import score_row
-from leank.eval.inference.models import ModelConfig, load_config
 from tests.helpers.benchmark_lines import (
     BABI,
     CHOICE,
@@ -70,11 +69,6 @@ RIGHT = {
     **{("longbench_v2", f"choice_{letter}"): ["mat"] for letter in "ABCD"},
 }
 PROSE = {"context", "problem", "question"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_config(ModelConfig())[1]
 
 
 def write(file, rows):

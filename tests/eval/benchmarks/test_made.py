@@ -8,10 +8,9 @@ import torch
 
 from leank.data_gen.haystack import paragraphs
 from leank.eval.__main__ import run
-from leank.eval.benchmarks.base import Cell
+from leank.eval.benchmarks.base import Cell, score_row
 from leank.eval.benchmarks.multi_turn import MultiTurn
 from leank.eval.benchmarks.ruler import Ruler
-from leank.eval.benchmarks.scoring import score_row
 from leank.eval.benchmarks.text import Text
 from leank.eval.inference.models import ModelConfig, load_config, load_model
 from leank.eval.inference.prompts import encode, encode_turns
@@ -50,29 +49,24 @@ def test_a_reply_is_right_if_it_arrives(name, length, steps):
     assert score_row(row, "\n".join([*reply, f"{reply[0].split()[0]} is the end."])) == 0
 
 
-@pytest.fixture(scope="module")
-def words():
-    return load_config(ModelConfig())[1]
-
-
-def test_turns_share_a_document_that_answers_each_of_them(words):
+def test_turns_share_a_document_that_answers_each_of_them():
     benchmark = MultiTurn(tasks=["multikey", "niah_multiquery"], lengths=[1024], samples=2)
     cells = benchmark.cells()
     assert [cell.task for cell in cells] == [
         f"{task}_{mode}" for mode in ("conversation", "reuse") for task in ("multikey", "niah_multiquery")
     ]
     for cell in cells:
-        first = benchmark.row(cell, "1", words, 0)
+        first = benchmark.row(cell, "1", TOKENIZER, 0)
         turns = [first, *first.later]
         assert [one.id for one in turns] == cell.ids("1") == [f"1.{n}" for n in range(1, 6)]
         assert len({one.context for one in turns}) == 1
         assert len({one.answers for one in turns}) == len({one.question for one in turns}) == 5
         assert all(answer in first.context for one in turns for answer in one.answers)
-        longest = max(len(words(one.prompt + one.answer_prefix + one.target)["input_ids"]) for one in turns)
+        longest = max(len(TOKENIZER(one.prompt + one.answer_prefix + one.target)["input_ids"]) for one in turns)
         assert 1000 < longest <= 1024
-    same, other = benchmark.row(cells[0], "1", words, 0), benchmark.row(cells[2], "1", words, 0)
+    same, other = benchmark.row(cells[0], "1", TOKENIZER, 0), benchmark.row(cells[2], "1", TOKENIZER, 0)
     assert (same.context, same.question) == (other.context, other.question)  # both modes ask the same
-    one_cache = encode_turns(words, [same, *same.later], one_cache=True)
+    one_cache = encode_turns(TOKENIZER, [same, *same.later], one_cache=True)
     assert [len(prompt.ids) for prompt in one_cache] == sorted(len(prompt.ids) for prompt in one_cache)
 
 
@@ -97,7 +91,7 @@ def test_settings_that_cannot_be_are_named(change, said):
     assert "\n" not in str(error.value)
 
 
-def test_a_run_that_was_killed_goes_on(tmp_path, words):
+def test_a_run_that_was_killed_goes_on(tmp_path):
     """Half a conversation is on disk: the run answers it anew and adds the rows that lack."""
     model = ModelConfig(name=str(save_model(tmp_path / "model")), device="cpu")
     benchmark = MultiTurn(tasks=["multikey"], lengths=[384], samples=3, turns=2)
@@ -106,7 +100,7 @@ def test_a_run_that_was_killed_goes_on(tmp_path, words):
 
     def run():
         with Results(tmp_path) as results:
-            return job.run(results, load_model(model), words)
+            return job.run(results, load_model(model), TOKENIZER)
 
     assert run() == 2 * 2 * 3 * 2  # modes, methods, conversations, turns
     assert run() == 0

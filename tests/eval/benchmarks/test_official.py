@@ -10,16 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from leank.eval.benchmarks import gsm_infinite, longbench, mmlu, niah, scoring
+from leank.eval.benchmarks import base, gsm_infinite, longbench, mmlu, niah
 from leank.eval.benchmarks.babilong import BabiLong
+from leank.eval.benchmarks.base import Row, score_row
 from leank.eval.benchmarks.from_files import checked, cut_in_the_middle
 from leank.eval.benchmarks.helmet import Helmet
 from leank.eval.benchmarks.longbench import LongBench
 from leank.eval.benchmarks.longbench_v2 import LongBenchV2
 from leank.eval.benchmarks.nolima import RULES, NoLiMa
-from leank.eval.benchmarks.row import Row
-from leank.eval.benchmarks.scoring import score_row
-from leank.eval.inference.models import ModelConfig, load_config
 from tests.helpers import parity
 from tests.helpers.benchmark_lines import BABI, CONFIG, NEEDLE, V2, helmet_files
 
@@ -29,7 +27,7 @@ def test_mmlu_prompts_are_those_of_the_official_code(row):
     examples = {row["subject"]: row["dev_rows"]}
     built = mmlu.Mmlu(reasoning=False, _dev=examples).build(row["subject"], {"answer": "A", **row["row"]})
     assert built.prompt == row["prompt"]
-    assert scoring.score_row(built, f" {built.answers[0]}") == 1.0
+    assert base.score_row(built, f" {built.answers[0]}") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -122,13 +120,13 @@ def test_gsm_infinite_rows():
     ]  # fmt: skip
     assert row.messages()[2]["content"] == "Problem: P. Question: Q? Solution: "
     assert (row.question, row.answers, row.meta["op"]) == ("Question: Q? Solution: ", [31], 2)
-    assert scoring.score_row(row, "Answer: 31.") == 1.0
+    assert base.score_row(row, "Answer: 31.") == 1.0
     merged = gsm_infinite.realistic_row({**data, "answer": 31}, merge_turns=True)
     assert [m["role"] for m in merged.messages()] == ["system", "user"]
     assert merged.prompt.endswith("calculated. Problem: P. Question: Q? Solution: ")
     symbolic = gsm_infinite.symbolic_row({"problem": "assign V1 = 2.", "question": "Which?", "answer_list": ["V1"]})
     assert symbolic.prompt == "<context>\nassign V1 = 2.\n</context>\n\nWhich?"
-    assert scoring.score_row(symbolic, "V1") == 1.0
+    assert base.score_row(symbolic, "V1") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -141,14 +139,14 @@ def test_gsm_infinite_rows():
     ],
 )
 def test_scoring_by_metric_name(metric, task, answers, reply, want):
-    assert scoring.score_row(Row(task, "0", "c", "q", answers, 8, metric), reply) == want
+    assert base.score_row(Row(task, "0", "c", "q", answers, 8, metric), reply) == want
 
 
 def test_unknown_metric_and_stop():
     with pytest.raises(ValueError, match="metric='bleu' of task 't' has no scorer"):
-        scoring.score_row(Row("t", "0", "c", "q", ["x"], 8, "bleu"), "x")
-    assert scoring.cut_at_stop("one\ntwo END", ("END", "\n", "")) == "one"
-    assert scoring.cut_at_stop("one", ("\n",)) == "one"
+        base.score_row(Row("t", "0", "c", "q", ["x"], 8, "bleu"), "x")
+    assert base.cut_at_stop("one\ntwo END", ("END", "\n", "")) == "one"
+    assert base.cut_at_stop("one", ("\n",)) == "one"
 
 
 DATA = {
@@ -178,12 +176,12 @@ class Words:
         return " ".join(self.words[i] for i in token_ids if i or not skip_special_tokens)
 
 
-@pytest.mark.parametrize("task", longbench.prompts())
+@pytest.mark.parametrize("task", longbench.PROMPTS)
 def test_row_is_the_official_prompt(task):
     row = build(task)
-    assert row.prompt == longbench.prompts()[task].format(**DATA)
+    assert row.prompt == longbench.PROMPTS[task].format(**DATA)
     assert row.context.endswith(DATA["context"])
-    assert row.max_new_tokens == longbench.max_new_tokens()[task]
+    assert row.max_new_tokens == longbench.MAX_NEW_TOKENS[task]
     assert (row.answers, row.id, row.metric) == (["Ada", "Ada L."], "x1", "longbench")
 
 
@@ -192,12 +190,12 @@ def test_facts_of_the_tasks():
     assert len(longbench.PRESETS["leank"]) == 14
     assert set(longbench.PRESETS["think"]) - set(longbench.PRESETS["leank"]) == {"narrativeqa", "musique"}
     assert len(longbench.PRESETS["longbench_e"]) == 13
-    assert "asconcisely" in longbench.prompts()["narrativeqa"]
+    assert "asconcisely" in longbench.PROMPTS["narrativeqa"]
     wanted = {"narrativeqa": 128, "triviaqa": 32, "samsum": 128, "trec": 64, "lcc": 64, "qmsum": 512}
-    assert {task: longbench.max_new_tokens()[task] for task in wanted} == wanted
-    no_chat = {task for task in longbench.prompts() if not build(task).chat}
+    assert {task: longbench.MAX_NEW_TOKENS[task] for task in wanted} == wanted
+    no_chat = {task for task in longbench.PROMPTS if not build(task).chat}
     assert no_chat == {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
-    stops = {task: build(task) for task in longbench.prompts()}
+    stops = {task: build(task) for task in longbench.PROMPTS}
     ends = {task: (row.ends, row.min_new_tokens) for task, row in stops.items() if row.ends or row.min_new_tokens}
     assert ends == {"samsum": (("\n",), 1)}
 
@@ -240,7 +238,7 @@ def test_reading_from_the_hub(tmp_path, monkeypatch):
     (line,) = checked(LongBench().lines("qasper_e"), LongBench.schema)
     row = build("qasper_e", line.data)
     assert row.task == "qasper_e"
-    assert scoring.score_row(row, "Ada") == 1.0
+    assert base.score_row(row, "Ada") == 1.0
 
 
 def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
@@ -265,12 +263,7 @@ def test_missing_data_says_what_to_do(tmp_path, monkeypatch):
 def test_the_first_line_of_a_samsum_reply_is_judged(reply):
     """The official scorer skips leading newlines."""
     row = build("samsum", {**DATA, "answers": ["Ada bakes."]})
-    assert scoring.score_row(row, reply) == 0.999999995
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_config(ModelConfig())[1]
+    assert base.score_row(row, reply) == 0.999999995
 
 
 @pytest.mark.parametrize("given", parity.rows("longbench_v2"), ids=lambda given: given.get("reply", "prompt"))

@@ -10,8 +10,7 @@ import pytest
 from leank.data_gen.gsm.infinite import realistic
 from leank.data_gen.gsm.symbolic import symbolic
 from leank.eval.benchmarks import infinitebench, mmlu, niah
-from leank.eval.benchmarks.base import benchmarks
-from leank.eval.benchmarks.scoring import score_row
+from leank.eval.benchmarks.base import benchmarks, score_row
 from leank.eval.inference.models import ModelConfig, load_model
 from leank.eval.report import write_report
 from leank.eval.rows.results import Results, read
@@ -84,7 +83,7 @@ SETTINGS = {
         *("benchmark.depths=3", "benchmark.samples=2"),
     ),
     "helmet": (
-        *("benchmark.path={data}", "benchmark.tasks=[json_kv,nq,trec_coarse]", "benchmark.lengths=[8k]"),
+        *("benchmark.path={data}", "benchmark.tasks=[json_kv,trec_coarse]", "benchmark.lengths=[8k]"),
         "benchmark.samples=1",
     ),
     "math500": ("benchmark.path={data}",),
@@ -279,20 +278,13 @@ def test_ruler_asks_the_questions_of_the_files(data):
     [
         ("niah", ["benchmark.longest=8192"], r"niah has a sample of \d+ tokens and replies of 300, .*=8192; lower"),
         ("niah", ["benchmark.lengths=[205]"], "context_length=205 leaves no room for the needle"),
-        ("niah", ["benchmark.count=0"], r"benchmark\.count=0 must be"),
         ("niah", ["benchmark.essays=no.txt", "benchmark.lengths=[400]"], "essays='no.txt' does not exist"),
         ("niah", ["benchmark.depths=[101]", "benchmark.lengths=[400]"], r"benchmark\.depths=\[101\].* must be"),
         ("infinitebench", ["benchmark.path={data}"], r"InfiniteBench longbook_sum_eng: none of .* put one there"),
         ("infinitebench", ["benchmark.path={data}/ib", "benchmark.tasks=[passkeys]"], "'passkeys' is not in Infinite"),
-        ("infinitebench", ["benchmark.path={data}/ib", "benchmark.style=qa"], "style='qa' must be"),
-        ("infinitebench", ["benchmark.path={bad}", "benchmark.tasks=[passkey]"], r"passkey\.jsonl, line 2: it is no J"),
-        ("infinitebench", ["benchmark.path={bad}", "benchmark.tasks=[code_debug]"], r"debug\.jsonl, line 2: .*not one"),
-        ("infinitebench", ["benchmark.path={bad}", "benchmark.tasks=[math_find]"], r"line 1: input=.*: Field required"),
-        ("infinitebench", ["benchmark.path={data}/ib", "benchmark.samples=0"], r"benchmark\.samples=0 must be"),
-        ("math500", ["benchmark.path={bad}"], r"test\.jsonl, line 1: answer=5: Input should be a valid string"),
         ("math500", ["benchmark.path={data}"], "replies of 32768, together more than .*=8192; lower max_new_tokens"),
         ("math500", ["benchmark.path=no.jsonl"], r"MATH-500: benchmark\.path=no\.jsonl does not exist"),
-        ("mmlu", ["benchmark.path={bad}"], r"MMLU abstract_algebra: none of mmlu\.jsonl.*put one there"),
+        ("mmlu", ["benchmark.path={empty}"], r"MMLU abstract_algebra: none of mmlu\.jsonl.*put one there"),
         ("gsm_infinite", ["benchmark.subsets=[easy]"], r"benchmark\.subsets=\['easy'\].* must be"),
         ("gsm_infinite", ["benchmark.lengths=[8k]"], r"benchmark\.lengths=\['8k'\].* must be"),
         ("gsm_infinite", ["benchmark.ops=[1]"], r"benchmark\.ops=\[1\].* must be"),
@@ -306,10 +298,5 @@ def test_ruler_asks_the_questions_of_the_files(data):
     ],
 )  # fmt: skip
 def test_bad_input_is_named_before_weights_are_loaded(benchmark, overrides, message, data, tmp_path):
-    row = {"id": 0, "context": "x", "input": "", "answer": ["1"], "options": ["1", "2", "3", "4"]}
-    lines(tmp_path / "code_debug.jsonl", [row, {**row, "id": 1, "answer": ["9"]}])
-    lines(tmp_path / "math_find.jsonl", [{"id": 0, "context": "x", "answer": [1]}])
-    (tmp_path / "passkey.jsonl").write_text(json.dumps({**row, "input": "?"}) + '\n{"context": ')
-    lines(tmp_path / "test.jsonl", [{"problem": "p", "answer": 5}])
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        job(data, benchmark, *(o.replace("{bad}", str(tmp_path)) for o in overrides), reply=None)
+        job(data, benchmark, *(o.replace("{empty}", str(tmp_path)) for o in overrides), reply=None)

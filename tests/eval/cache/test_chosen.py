@@ -91,10 +91,8 @@ def check_bounds(store):
 @pytest.mark.parametrize(
     ("kind", "counts", "dim", "group", "page"),
     [
-        ("quest", [0, 64], 64, 3, 16),
         ("quest", [17, 32], 64, 1, 5),
         ("quest", [128, 77], 128, 2, 64),
-        ("labels", [0, 64], 64, 3, 1),
         ("labels", [77, 128], 128, 2, 1),
         ("four bits", [0, 32, 17], 64, 1, 1),
     ],

@@ -138,10 +138,10 @@ def test_another_model_mask_or_file_is_refused(file, tmp_path):
     )
 
 
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.999])
-def test_a_file_that_is_cut_off_is_refused(share, file, tmp_path):
-    content, path = file.read_bytes(), tmp_path / "c"
-    path.write_bytes(content[: int(share * len(content))])
+def test_a_file_that_is_cut_off_is_refused(file, tmp_path):
+    """Any other damage is test_files.py's, through the same reader."""
+    path = tmp_path / "c"
+    path.write_bytes(file.read_bytes()[:-1])
     refused(path, "damaged or cut off", tiny_model("llama"))
 
 

@@ -123,26 +123,6 @@ def test_only_when_asked():
     assert layer.column_sums.shape == (1, 2, 8)
 
 
-def test_halves_that_come_out_in_float32(monkeypatch):
-    """As on CUDA, with the product itself done otherwise: scaled after it, of numbers that have not been widened."""
-    asked = []
-
-    def product(a, b, scale):
-        asked.append((a.dtype, b.dtype))
-        return (a.float() @ b.float()) * scale
-
-    queries, keys = torch.randn(2, 4, 9, 8).bfloat16(), torch.randn(2, 2, 12, 8).bfloat16()
-    real = torch.arange(12) >= torch.tensor([0, 5])[:, None]
-    wanted = received(queries, keys, real=real, scaling=0.4)
-    assert not observe.multiplies_half(keys.device, keys.dtype)
-    monkeypatch.setattr(observe, "multiplies_half", lambda *_: True)
-    monkeypatch.setattr(observe, "scaled_product", product)
-    found = received(queries, keys, real=real, scaling=0.4)
-    close(found, wanted)
-    assert found.dtype == torch.float32
-    assert set(asked) == {(torch.bfloat16, torch.bfloat16)}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("length", [64, 77])

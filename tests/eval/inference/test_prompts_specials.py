@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.base import Row
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prompts import SPECIALS, encode
 from leank.eval.methods import Method

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from leank.channel_scores import lowest_frequencies
 from leank.eval.benchmarks.base import Cell
-from leank.eval.benchmarks.row import Row
 from leank.eval.benchmarks.ruler import Ruler
 from leank.eval.cache.attention.softmax import Softmax
 from leank.eval.inference.models import ModelConfig, load_config, load_model
 from leank.eval.inference.prefill import pad_left, prefill
-from leank.eval.inference.prompts import Prompt, encode
+from leank.eval.inference.prompts import encode
 from leank.eval.methods import Method, build_method
 from leank.eval.methods.channels.by_length import ByLength
 from leank.eval.methods.channels.double_sparsity_channels import DoubleSparsityChannels
@@ -28,13 +27,11 @@ from leank.eval.methods.channels.magnitude import Magnitude
 from leank.eval.methods.channels.static_norm import StaticNorm
 from leank.eval.methods.channels.think import ThinK, value_scores
 from leank.eval.methods.common.observed import seen
-from leank.eval.run.replay import Replay
-from leank.eval.run.settings import Settings
 from leank.mask import ChannelMask
 from tests import DATA
 from tests.helpers import kvpress
 from tests.helpers.cache_oracle import random_keep, tiny_model
-from tests.helpers.replay_tools import SIZES, Letters, prompts
+from tests.helpers.replay_tools import prompts
 
 QUERIES, LENGTHS = 5, [31, 9, 40]
 LOWEST = {"name": "lowest_frequencies", "ratio": 0.5}
@@ -92,22 +89,6 @@ def test_rows_of_a_padded_batch_choose_as_alone(family, label):
             assert apart == [None] * len(alone)
         else:
             assert torch.equal(together, torch.cat(apart))
-
-
-@pytest.mark.parametrize("label", ["think", "iap", "by length"])
-def test_rows_of_a_padded_batch_decode_as_alone(label):
-    model, ids = tiny_model("llama"), prompts(LENGTHS)
-    engine = Replay(model, Letters(), Settings())
-    methods = [Method("dense"), Method(label, CHOICES[label], **SIZES)]
-
-    def tokens(some):
-        rows = [Row("t", str(i), "c", "q", ("x",), 12, "ruler_all") for i in range(len(some))]
-        made = [Prompt(one, len(one) - 3) for one in some]
-        return {m.label: [a.tokens for a in found] for m, found in engine.answers(made, rows, methods)}
-
-    together = tokens(ids)
-    assert together[label] == [tokens([one])[label][0] for one in ids]
-    assert together[label] != together["dense"]
 
 
 def held(one, layer, head):

@@ -344,24 +344,6 @@ def test_a_round_beyond_the_limit_keeps_sink_recent_and_best_of_the_others(value
     assert bounded == free
 
 
-def test_layers_of_different_sparsity_have_different_budgets():
-    options = Lethe(3.0, 0.1, 8, 0.9, evict_at=20)
-    flat, peaked = (
-        list(decoding(options.eviction(None, None, Sizes(*SIZES)), 30, peaked))[-1] for peaked in (False, True)
-    )
-    assert held(peaked).max() < 30 < held(flat).min()
-    assert (flat.eviction.evict_at > peaked.eviction.evict_at).all()
-
-
-def test_too_dense_a_layer_waits_where_a_sparsity_is_asked_for():
-    common = {"sparse_ratio": 1.01, "recent_ratio": 0.1, "gamma": 0.9, "evict_at": 20}
-    at_once, waits = (
-        list(decoding(Lethe(**common, min_sparsity=least).eviction(None, None, Sizes(*SIZES)), 5, False))[-1]
-        for least in (0.0, 0.9)
-    )
-    assert held(at_once).max() < 30 < held(waits).min()
-
-
 def test_hoyer_sparsity():
     assert hoyer(torch.ones(7)) == pytest.approx(0, abs=1e-6)
     assert hoyer(torch.eye(5)[2]) == pytest.approx(1)

@@ -9,9 +9,8 @@ import pytest
 
 from leank.eval.benchmarks import gsm_infinite as gsm
 from leank.eval.benchmarks import longbench
-from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.base import Row, score_row
 from leank.eval.benchmarks.ruler import postprocess
-from leank.eval.benchmarks.scoring import score_row
 from leank.eval.metrics import text
 from tests.helpers import parity
 

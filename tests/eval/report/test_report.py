@@ -29,6 +29,7 @@ from leank.eval.report.style import svg
 from leank.eval.report.summary import COLUMNS, summarise_groups
 from leank.eval.report.tables import (
     Table,
+    best_of_sizes,
     by_length,
     by_task,
     differences,
@@ -109,6 +110,27 @@ def test_means_differences_and_bytes():
         every = [scores(cell["method"], t, n).mean() for t in ("vt", "niah_single_1") for n in (4096, 8192)]
         assert cell["score"] == pytest.approx(np.mean(every))
         assert cell["score_low"] < cell["score"] < cell["score_high"]
+
+
+def test_the_best_of_every_size():
+    """Sink and window take 30 of 100 bytes of dense; of the others the middle counts, with its scales and bounds."""
+    rows = []
+    for method, held, kl, score in (("small", 14, 0.2, 0.5), ("large", 28, 0.1, 0.4), ("dense", None, 0.0, 1.0)):
+        for sample in range(3):
+            one = row(method, sample, score, "vt")
+            parts = {"sink": 10, "window": 20, "middle_k": 0, "middle_v": (held or 0) - 2, "extra": 2, "tables": 5}
+            sizes = {"dense": 100} if held is None else parts
+            one["cache_bytes"] = {**sizes, "total": sum(sizes.values())}
+            near = {"tokens": 5, "kl": kl, "top1": 0.5, "loss": None, "dense_loss": None, "non_finite": None}
+            rows.append(one | {"fidelity": None if held is None else near})
+    (run,) = summarise(rows)["runs"]
+    shares = {cell["method"]: cell["share_of_middle"] for cell in run["overall"]}
+    assert shares == {"dense": None, "small": pytest.approx(20), "large": pytest.approx(40)}
+    lines = {line[0]: list(line[1:]) for line in best_of_sizes(run).cells.to_numpy()}
+    assert lines["15%"] == ["-", "", "", "-", "", ""]
+    assert lines["20%"] == lines["31%"] == ["small", "0.2", "20%", "small", "50.0", "20%"]
+    assert lines["40%"] == ["large", "0.1", "40%", "small", "50.0", "20%"]
+    assert best_of_sizes(summarise([one for one in rows if one["method"] != "large"])["runs"][0]) is None
 
 
 def test_learned_masks_are_compared_with_every_other_method():

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from leank.eval.__main__ import command_line
 from leank.eval.benchmarks.ruler import Ruler
-from leank.eval.inference.models import ModelConfig, load_config
+from leank.eval.inference.models import ModelConfig
 from leank.eval.methods import Method, build_method
 from leank.eval.rows.result_row import check_rows
 from leank.eval.rows.results import NAME, Key, Results, key_of, read
@@ -49,11 +49,6 @@ def job(samples=4, ratio=0.5, batch_size=3, lengths=(320,), **settings):
 @pytest.fixture(scope="module")
 def model():
     return tiny()
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_config(ModelConfig())[1]
 
 
 def run(directory, work, model, tokenizer):

@@ -11,8 +11,7 @@ import torch
 from leank.conf.eval import method_options
 from leank.data_gen.tasks import RULER_NIAH
 from leank.eval.__main__ import run
-from leank.eval.benchmarks.base import Cell
-from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.base import Cell, Row
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prompts import encode, overhead
 from leank.eval.methods import AXES, REGISTRY, build_method, name_of

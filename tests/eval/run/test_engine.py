@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from leank.eval.benchmarks.row import Row
+from leank.eval.benchmarks.base import Row
 from leank.eval.cache import compressed_cache
 from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.graph import DecodeLoop, capturable
@@ -59,30 +59,6 @@ def test_tokens_are_those_of_separate_runs(family, lengths, chunk):
         different += got[method.label] != got["dense"]
     assert different >= 3  # else the test would not notice a method that does nothing
     assert len({tuple(answer[0] for answer in answers) for answers in got.values()}) == 1  # dense's first tokens
-
-
-def test_end_of_text_ends_a_row_and_min_new_tokens_holds_it_off():
-    model, (ids,) = tiny_model("llama"), prompts([40])
-    free = alone(model, Method("dense"), ids, NEW, None)
-    eos = free[5]
-    dense = prefill(model, torch.tensor([ids]), None, NEW)
-
-    def run(least):
-        return greedy(model, dense.fork(), dense.logits, None, dense.lengths, [eos], [NEW], [least])
-
-    assert run(0)[0] == [free[: free.index(eos)]]
-    assert run(0)[1] == free.index(eos)
-    held = alone(model, Method("dense"), ids, NEW, None, eos=eos, min_new_tokens=9)
-    assert run(9)[0][0] == [t for t in held if t != eos]
-
-
-def test_rows_of_a_batch_have_their_own_limits():
-    model, ids = tiny_model("llama"), prompts([40, 22])
-    padded, real = pad_left(ids, 0, "cpu")
-    dense = prefill(model, padded, real, NEW)
-    tokens, _, _ = greedy(model, dense.fork(), dense.logits, real, dense.lengths, [], [4, NEW], [0, 0])
-    assert [len(t) for t in tokens] == [4, NEW]
-    assert tokens[0] == alone(model, Method("dense"), ids[0], 4, None)
 
 
 def test_a_stop_string_ends_a_row():

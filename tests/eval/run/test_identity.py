@@ -29,11 +29,6 @@ from tests.helpers.benchmark_lines import CONFIG, MMLU, QASPER
 QA = DATA / "qa"
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_config(ModelConfig())[1]
-
-
 def write(file, rows):
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -42,18 +42,12 @@ BANDS = tl.constexpr(len(banded.BANDS))
 
 
 class Codes(NamedTuple):
-    """What `read` is compiled for, beside the decode kernel's `Form`.
+    """What `read` is compiled for, beside the decode kernel's `Form`."""
 
-    FORMS: of heads, see `storage.banded.forms`
-    PAGES: bytes of a page of K and V for which each has room
-    AHEAD: bytes that a program may ask for before it needs them
-    PTX: whether codes are unpacked in PTX, which Triton's interpreter cannot run
-    """
-
-    FORMS: tuple[Any, ...]
-    PAGES: tuple[int, ...]
-    AHEAD: int
-    PTX: bool
+    FORMS: tuple[Any, ...]  # of heads, see `storage.banded.forms`
+    PAGES: tuple[int, ...]  # bytes of a page of K and V for which each has room
+    AHEAD: int  # bytes that a program may ask for before it needs them
+    PTX: bool  # whether codes are unpacked in PTX, which Triton's interpreter cannot run
 
 
 # fmt: off
@@ -159,10 +153,7 @@ def joined(codes, top, scale, zero, PLACE: tl.constexpr, BIT: tl.constexpr, PTX:
 
 @triton.jit
 def _part(q_row, ok, index, n, lines, row, PART: tl.constexpr, F: tl.constexpr):
-    """Queries [P, M, R] for the channels whose codes lie in part PART of a plane's lines `row` [R].
-
-    index: the numbers of the band's n channels; lines: of the plane
-    """
+    """Queries [P, M, R] for the channels whose codes lie in part PART of a plane's lines `row` [R]."""
     channel = PART * lines + row
     return _queries(q_row, ok, index, channel, tl.minimum((PART + 1) * lines, n), F.WARPS)
 
@@ -247,10 +238,7 @@ def _piece(
 
 @triton.jit
 def _whole(s, t, q, page, start, left, room, C: tl.constexpr):
-    """Add the products of a band in 16 bits to the logits. page: address of the band in the first page, of numbers.
-
-    Returns s and t.
-    """
+    """Add a 16-bit band's products to the logits, s and t; page: its address in the first page, of numbers."""
     for j in tl.static_range(pieces_of(C, 16)):
         row = tl.arange(0, piece_of(16)) + j * piece_of(16)
         at = start[:, None, None] + (_tokens() * room)[None, None, :] + row[None, :, None]
@@ -330,10 +318,7 @@ def _sums(
     q_row, ok, index, layer, k_at, v_at, first, last, n, scale,
     FORM: tl.constexpr, N: tl.constexpr, F: tl.constexpr, CODES: tl.constexpr,
 ):
-    """Every warp's softmax of tokens [first, last) of a part whose bands have n channels, a tuple.
-
-    The result is what `packed._together` takes.
-    """
+    """Every warp's softmax of tokens [first, last) of a part whose bands have n channels, for `packed._together`."""
     D: tl.constexpr = F.D
     PAGE: tl.constexpr = F.PAGE
     WARPS: tl.constexpr = F.WARPS
@@ -440,10 +425,7 @@ def _put_keys(
     ring, slots, oldest, index, n, lines, plane, scales,
     BITS: tl.constexpr, OF: tl.constexpr, LOWER: tl.constexpr, D: tl.constexpr,
 ):
-    """Write a group of tokens into a plane of a band, of codes of OF bits those BITS that have LOWER below them.
-
-    The plane of the lowest bits also writes the band's scales.
-    """
+    """Write tokens into a plane of a band, of codes of OF bits those BITS above LOWER; the lowest's with scales."""
     dtype: tl.constexpr = ring.dtype.element_ty
     PARTS: tl.constexpr = 4 // BITS if BITS < 4 else 1
     t = tl.arange(0, HALF)
@@ -561,9 +543,8 @@ def move(
     ring_k, ring_v, k, v, index, places, bands, seen_ptr, start_ptr, length_ptr, done,
     index_b, slots, window, flush, H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
 ):
-    """Program (b, h): pack the tokens due of row b's window, whole groups, behind those that head h holds.
+    """Program (b, h): pack the due whole groups of row b's window behind those that head h holds; see `packed.move`.
 
-    The parameters are those of `packed.move`.
     bands: int32 [H, BANDS + 1], channels of every band, then the bits of V
     """
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)

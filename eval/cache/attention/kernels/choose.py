@@ -44,10 +44,7 @@ HIGHEST = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def line(token, prompt, prompt_at, tail_at, width, STEP: tl.constexpr):
-    """Where a middle token's line of `width` numbers begins: the prompt's tokens first, then the tail's.
-
-    STEP: divides every line's beginning
-    """
+    """Where a middle token's line of `width` numbers begins, a multiple of STEP: the prompt's tokens first."""
     at = tl.where(token < prompt, prompt_at + token.to(tl.int64) * width,
                   tail_at + (token - prompt).to(tl.int64) * width)
     return tl.multiple_of(at, STEP)
@@ -103,8 +100,7 @@ def score_pages(
 ):
     """Quest's bound of every page and query head: sum over channels c of max(q_c min_c, q_c max_c).
 
-    q: [B, Hq, 1, D], by strides
-    STEP: divides every channel count
+    q: [B, Hq, 1, D], by strides. STEP: divides every channel count
     """
     x = tl.program_id(0).to(tl.int64)
     row, head, entry = x // H, x % H, table + x * FIELDS
@@ -148,8 +144,7 @@ def score_tokens(
 ):
     """Product over the label channels of every token and query head, and the best of each RUN tokens.
 
-    q: [B, Hq, 1, D], by strides
-    C: at least the label channels of any head. STEP: as in `score_pages`
+    q: [B, Hq, 1, D], by strides. C: at least the label channels of any head. STEP: as in `score_pages`
     LABEL_STEP: divides the channels that are read as labels, which are more than the labels if these are no multiple of
         it; it divides every channel count, too
     """
@@ -197,10 +192,8 @@ def _orders(scores, runs, listed, first, lines, limit, LINES: tl.constexpr, WIDT
     """Orders and numbers of the candidates of LINES lines; what is no candidate has the order LEAST.
 
     Scores are read in pairs, for there is room behind the last candidate.
-
     runs: which lines are read, if `listed`; all of them, if not
-    first: of these lines, of `lines` in all
-    limit: above every candidate's number
+    first: of these lines, of `lines` in all; limit: above every candidate's number
     """
     line = first + tl.arange(0, LINES)
     there = line < lines
@@ -263,7 +256,6 @@ def _least(
 
     Returns that order, how many candidates have at least it, more than `cap` if too many are equal, and how many more
     than it, which counts only then.
-
     low: an order that at least `most` candidates have, LEAST + 1 if none is known, and then all below limit are
         candidates
     GUESS: whether orders between the bounds are guessed from counts. That takes half as many rounds as halving where
@@ -326,9 +318,7 @@ def _choose(
     """Write the numbers of the highest candidates to out, in ascending order; of equals the first.
 
     They are at least `most` if there are so many, and at most `cap`. Returns how many, and the lowest one's order.
-
-    low: as for `_least`
-    LONG: whether there may be more than LINES lines, which are then read again for each count
+    low: as for `_least`. LONG: whether there may be more than LINES lines, which are then read again for each count
     """
     order, number = _orders(scores, runs, listed, 0, lines, limit, LINES, WIDTH)
     least, found, above = _least(order, low, most, cap, scores, runs, listed, lines, limit, LINES, WIDTH, GUESS, LONG)
@@ -467,8 +457,7 @@ def attend(
 ):
     """Program (x, p): span p of the sink and window for p < ends, else a share of what one query head has chosen.
 
-    layer, queries, results: `parts.Layer`, `parts.Queries` of one token a row, and `parts.Results`, of which a (row, KV
-        head) has ends + shares
+    layer, queries, results: of `parts`, queries of one token a row; a (row, KV head) has ends + shares results
     chosen: [B * Hq, most] int32, pages of PER tokens
     ends, shares: programs for sink and window, and for what one query head has chosen
     C: at least the channels of any head

@@ -36,36 +36,24 @@ SINK, WINDOW, TAIL = tl.constexpr(work.SINK), tl.constexpr(work.WINDOW), tl.cons
 
 
 class Form(NamedTuple):
-    """What `decode` is compiled for.
+    """What `decode` is compiled for."""
 
-    H, GROUP, D: KV heads, query heads of each, and channels of a head
-    TILE: tokens of a tile
-    M, ROWS: rows of a tile, and the first of them that may hold a query; a power of two each
-    MERGE_LINES: partial results that a merge asks for at a time
-    EVEN: whether every count of channels is a multiple of 32, so that the main loop needs no masks
-    PAGE: tokens of a page of the middle
-    FIELDS: columns of the work table
-    WARPS: of a program
-    VALUES: the most channels that V keeps, rounded up to a power of two; 0 = V keeps all
-    WEIGHTS: whether to leave logits and log-sum-exp for `evict.add_weights`, which says what scratch and room are; then
-        there is one chunk of queries, and the middle is in 16 bits
-    PDL: whether programmatic dependent launch is on (`parts.wait_for_previous_kernel`)
-    """
-
-    H: int
+    H: int  # H, GROUP, D: KV heads, query heads of each, and channels of a head
     GROUP: int
     D: int
-    TILE: int
-    M: int
+    TILE: int  # tokens of a tile
+    M: int  # M, ROWS: rows of a tile, and the first of them that may hold a query; a power of two each
     ROWS: int
-    MERGE_LINES: int
-    EVEN: bool
-    PAGE: int
-    FIELDS: int
-    WARPS: int
-    VALUES: int
+    MERGE_LINES: int  # partial results that a merge asks for at a time
+    EVEN: bool  # whether every count of channels is a multiple of 32, so that the main loop needs no masks
+    PAGE: int  # tokens of a page of the middle
+    FIELDS: int  # columns of the work table
+    WARPS: int  # of a program
+    VALUES: int  # the most channels that V keeps, rounded up to a power of two; 0 = V keeps all
+    # whether to leave logits and log-sum-exp for `evict.add_weights`, which says what scratch and room are; then there
+    # is one chunk of queries, and the middle is in 16 bits
     WEIGHTS: bool
-    PDL: bool
+    PDL: bool  # whether programmatic dependent launch is on (`parts.wait_for_previous_kernel`)
 
 
 # fmt: off
@@ -104,10 +92,7 @@ def _values(
 
 @triton.jit
 def add_kept(acc, of_kept, m_before, m, ranks, D: tl.constexpr):
-    """The numerator acc [M, D] of maximum m_before, and of_kept [M, VALUES] of maximum m, of the kept channels of V.
-
-    ranks: the place of every channel among the kept, [D], -1 = pruned, which receives nothing
-    """
+    """Add of_kept [M, VALUES] of maximum m to acc [M, D] of m_before; ranks: each channel's place, -1 = pruned."""
     rank = tl.load(ranks + tl.arange(0, D))
     place = tl.broadcast_to(tl.maximum(rank, 0)[None, :], acc.shape)
     found = tl.where((rank >= 0)[None, :], tl.gather(of_kept, place, 1), 0.0)
@@ -256,14 +241,11 @@ def decode(
 ):
     """Program (p, c): span p of the work table for the query tokens of chunk c.
 
-    layer, queries, results: `parts.Layer`, `parts.Queries` and `parts.Results`
-    table: int64 [lines, FIELDS], with the columns of work.Column
+    layer, queries, results: of `parts`. table: int64 [lines, FIELDS], with the columns of work.Column
     scratch, room: where logits are left; see `evict`
-    most: partial results of a chunk that there is room for
-    places: B * H
-    F: a `Form`
+    most: partial results of a chunk that there is room for. places: B * H
+    F: a `Form`. CODES: what READ is compiled for
     READ: the function that reads a middle in fewer bits, with the parameters of `packed.read`; None = it is in 16 bits
-    CODES: what READ is compiled for
     """
     M: tl.constexpr = F.M
     D: tl.constexpr = F.D

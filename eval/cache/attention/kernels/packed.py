@@ -31,16 +31,11 @@ AT_ONCE = tl.constexpr(32)  # lines of channels: all at once took 254 registers,
 
 
 class Codes(NamedTuple):
-    """What `read` is compiled for, beside the decode kernel's `Form`.
+    """What `read` is compiled for, beside the decode kernel's `Form`."""
 
-    BITS: of a number, 2, 4 or 8
-    CELL: numbers of a cell, 32 or 64
-    PTX: whether codes are unpacked in PTX, which Triton's interpreter cannot run
-    """
-
-    BITS: int
-    CELL: int
-    PTX: bool
+    BITS: int  # of a number, 2, 4 or 8
+    CELL: int  # numbers of a cell, 32 or 64
+    PTX: bool  # whether codes are unpacked in PTX, which Triton's interpreter cannot run
 
 
 # fmt: off
@@ -96,9 +91,7 @@ def finish(dtype, first, register):
 def scale_and_zero(cells, scales, number, there):
     """Scale and zero point [P, R] of the cells `number`, zero where not there.
 
-    cells: address of cell 0's scale, as a pointer to words
-    scales: the same address, as a pointer to the model's dtype
-
+    cells, scales: address of cell 0's scale, as a pointer to words, and to the model's dtype
     Two scales, or two zero points, are a word: loads of 4 bytes can be asked for tiles ahead, loads of 2 cannot. So
     both of a pair are there, or neither.
     """
@@ -119,10 +112,7 @@ def scale_and_zero(cells, scales, number, there):
 
 @triton.jit
 def numbers(codes, scale, zero, PLACE: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr):
-    """Numbers [P, R, N], times unit_of, of the codes in place PLACE of bytes [P, R, N].
-
-    scale, zero: [P, R, 1] or [P, 1, N]
-    """
+    """Numbers [P, R, N], times unit_of, of the codes in place PLACE of bytes; scale, zero: [P, R, 1] or [P, 1, N]."""
     dtype: tl.constexpr = scale.dtype
     UNIT: tl.constexpr = unit_of(dtype, PTX)
     if PTX:
@@ -242,10 +232,7 @@ def _add(
 
 @triton.jit
 def _summed(x):
-    """Sums [A, B, 2, 2] of x [P, A, B, 2, 2] over warps.
-
-    Halves are added, because what tl.sum exchanges between warps would lie in one bank of shared memory.
-    """
+    """Sums [A, B, 2, 2] of x [P, A, B, 2, 2] over warps: halves are added, as tl.sum would exchange in one bank."""
     A: tl.constexpr = x.shape[1]
     B: tl.constexpr = x.shape[2]
     P: tl.constexpr = x.shape[0]
@@ -274,10 +261,7 @@ def _wider(x, other, M: tl.constexpr):
 
 @triton.jit
 def _together(acc, m, z, a0, a1, a2, a3, top, sums, TILE: tl.constexpr, UNIT: tl.constexpr):
-    """The softmax so far, acc, m and z, with that of all warps.
-
-    a0 to a3: [P, D / 4, N], top: [P, N], sums: [P, N, HALF]
-    """
+    """The softmax so far, acc, m and z, with all warps': a0 to a3 [P, D / 4, N], top [P, N], sums [P, N, HALF]."""
     M: tl.constexpr = acc.shape[0]
     most = tl.max(top, 0)
     share = tl.exp2(top - tl.where(most == float("-inf"), 0.0, most)[None, :])
@@ -420,7 +404,6 @@ def _put_keys(
     """Write a cell's tokens of the channels BEGIN * width + row, [R], into half `half` of a page.
 
     ring: the head's keys; oldest: slot of the cell's first token
-
     A byte's places are written from the lowest on, and the first write clears those above it.
     """
     dtype: tl.constexpr = ring.dtype.element_ty
@@ -499,10 +482,7 @@ def move(
     index_b, slots, window, flush,
     H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, CELL: tl.constexpr,
 ):
-    """Program (b, h): pack the tokens due of row b's window, whole cells, behind those that head h holds.
-
-    The parameters are those of `ring.move`; k, v and places count bytes.
-    """
+    """Program (b, h): pack the due whole cells of row b's window behind head h's; see `ring.move`; places are bytes."""
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = tl.load(start_ptr + b)
     due = tl.maximum(tl.load(seen_ptr + b) - start - window, 0) // flush * flush

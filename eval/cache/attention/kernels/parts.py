@@ -16,61 +16,43 @@ import triton.language as tl
 
 
 class Layer(NamedTuple):
-    """A sealed layer on the device.
+    """A sealed layer on the device."""
 
-    base: first element of the ring's keys, from which offsets to all numbers of the layer count
-    codes: the same address as a pointer to bytes, where the middle is stored in fewer bits; else base
-    index: int32 [B, H, D], with the stride index_b; the numbers of each head's kept channels of K
-    ranks: int32 [B, H, D], with the stride ranks_b; the place of each channel of V among the kept, -1 = pruned; read
-        where channels of V are pruned
-    seen, start: int64 [B], tokens of each row, and the first token of its window
-    tail: int64 [B, H], tokens of each head's tail
-    sink, slots: slots of the sink, and of the window's ring
-    """
-
-    base: Any
-    codes: Any
-    index: Any
+    base: Any  # first element of the ring's keys, from which offsets to all numbers of the layer count
+    codes: Any  # the same address as a pointer to bytes, where the middle is stored in fewer bits; else base
+    index: Any  # int32 [B, H, D], with the stride index_b; the numbers of each head's kept channels of K
+    # int32 [B, H, D], with the stride ranks_b; the place of each channel of V among the kept, -1 = pruned; read where
+    # channels of V are pruned
     ranks: Any
-    seen: Any
+    seen: Any  # seen, start: int64 [B], tokens of each row, and the first token of its window
     start: Any
-    tail: Any
+    tail: Any  # int64 [B, H], tokens of each head's tail
     index_b: int
     ranks_b: int
-    sink: int
+    sink: int  # sink, slots: slots of the sink, and of the window's ring
     slots: int
 
 
 class Queries(NamedTuple):
-    """The queries of one step.
+    """The queries of one step."""
 
-    q: [B, Hq, Q, D], with the strides q_b, q_h and q_t
-    position: int64 [B, Q], the real index of each, -1 = padding
-    tokens: Q
-    scale: factor of the logits, base 2
-    """
-
-    q: Any
-    position: Any
+    q: Any  # [B, Hq, Q, D], with the strides q_b, q_h and q_t
+    position: Any  # int64 [B, Q], the real index of each, -1 = padding
     q_b: int
     q_h: int
     q_t: int
-    tokens: int
-    scale: float
+    tokens: int  # Q
+    scale: float  # factor of the logits, base 2
 
 
 class Results(NamedTuple):
-    """Where results go.
+    """Where results go."""
 
-    out: [B, Q, Hq, D]
-    partial, stat: float32 [partial results, ROWS, D] and [partial results, ROWS, 2], numerators, and (m, z)
-    done: int32, programs that have finished each (row, KV head); zeros before and after
-    """
-
-    out: Any
+    out: Any  # [B, Q, Hq, D]
+    # partial, stat: float32 [partial results, ROWS, D] and [partial results, ROWS, 2], numerators, and (m, z)
     partial: Any
     stat: Any
-    done: Any
+    done: Any  # int32, programs that have finished each (row, KV head); zeros before and after
 
 
 # fmt: off
@@ -91,8 +73,8 @@ def step(acc, m, z, s, v):
 def wait_for_previous_kernel(PDL: tl.constexpr):
     """With programmatic dependent launch, wait for the previous kernel's end, then let the next one's blocks start.
 
-    A kernel may read before this call only what no kernel writes that lets the next one start: `ring.write` and
-    `decode` let it, and write neither the work table nor the numbers of kept channels.
+    What may be read before this call no kernel writes that lets the next one start: the work table, and the numbers of
+    kept channels, for `ring.write` and `decode` write neither.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -151,12 +133,10 @@ def sink_and_window(
 
 @triton.jit
 def merge(partial, stat, first, partials, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr, D: tl.constexpr):
-    """Combine partial results first .. first + partials - 1 by log-sum-exp.
+    """Combine partial results first .. first + partials - 1 by log-sum-exp: [ROWS, D], maximum and denominator [ROWS].
 
     A thread has four columns of a row in every partial result, and that row's maxima and denominators, so that threads
-    exchange nothing. It asks for MERGE_LINES partial results before it waits for one.
-
-    Returns [ROWS, D], zero where nothing was seen, and the maximum and denominator [ROWS].
+    exchange nothing. It asks for MERGE_LINES partial results before it waits for one. What sees nothing is zero.
     """
     PLACES: tl.constexpr = ROWS * D // 4
     place = tl.arange(0, PLACES)

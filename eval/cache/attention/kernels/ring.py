@@ -17,10 +17,7 @@ def write(
     k, v, ring_k, ring_v, seen_ptr, position, k_b, k_h, k_t, v_b, v_h, v_t, new, slots,
     H: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Program b: put row b's `new` tokens, k and v [B, H, new, D] by strides, into the ring; count them in seen.
-
-    PDL: whether programmatic dependent launch is on: the next kernel's blocks may start, and wait by themselves
-    """
+    """Program b: put row b's `new` tokens, k and v [B, H, new, D] by strides, into the ring; count them in seen."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     b = tl.program_id(0).to(tl.int64)
@@ -44,7 +41,6 @@ def move(
     """Program (b, h): put the tokens due of row b's window, a multiple of `flush`, behind those that head h holds.
 
     The last program of a row moves the row's start.
-
     places: [B, H, 4], where the head's K and V begin in k and v, and the channels of both, 0 of K = takes no tokens
     ranks: [B, H, D], by a stride; the place of each channel of V among the kept, read unless VALUES is 0
     done: [>= B] int32, zeros before and after

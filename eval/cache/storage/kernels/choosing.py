@@ -65,12 +65,7 @@ def among(rank_key, there, key, leave, passed):
 
 @triton.jit
 def _heaviest(ranked, stay, length_ptr, ranked_b, ranked_h, heavy, most, H: tl.constexpr, BLOCK: tl.constexpr):
-    """Program b * H + h: mark the `heavy` tokens of a head's middle that rank highest.
-
-    ranked: [B, H, >= most] fp32, by strides
-    stay: [B, H, most] bytes
-    length_ptr: [B, H], tokens of the middle
-    """
+    """Program b * H + h: mark the `heavy` tokens of a middle that rank highest in ranked [B, H, >= most]."""
     place = tl.program_id(0).to(tl.int64)
     tokens = tl.load(length_ptr + place).to(tl.int32)
     ranked += place // H * ranked_b + place % H * ranked_h
@@ -93,13 +88,7 @@ def block(tokens: int) -> int:
 
 
 def heaviest(ranked: Tensor, length: Tensor, count: int) -> Tensor:
-    """The `count` tokens of each head that rank highest; the slow form is `eviction.largest`.
-
-    ranked: [B, H, n] float32, with numbers side by side
-    length: int64 [B, H] on the device, each head's own tokens, at most n
-
-    Returns bool [B, H, n]; what it says past a head's own tokens is undefined.
-    """
+    """The `count` highest-ranked tokens of each head, bool [B, H, n], undefined past `length` [B, H]; see `largest`."""
     stay = torch.empty(ranked.shape, dtype=torch.bool, device=ranked.device)
     _heaviest[(length.numel(),)](
         *(ranked, stay.view(torch.uint8), length, ranked.stride(0), ranked.stride(1), count, ranked.shape[-1]),
