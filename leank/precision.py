@@ -1,11 +1,12 @@
 """A layout of bits: in how many bits each channel of K, and each head's V, lies in the middle of a cache.
 
-A mask is the case of 0 and 16 bits. The channels of a head that have equally many bits are a *band*. A band of fewer
-than 16 bits is stored as KIVI stores numbers (`eval.cache.storage.quantised`): `GROUP` tokens of a channel of K, or as
-many channels of a token of V, share a scale and a zero point in the model's dtype. So a number costs half a bit beside
-its own. KIVI's groups of 32 cost a whole one; on SmolLM2 they make the squared error of K and V 0.70 times as large,
-and half a bit more of code makes it half. A band has room for a multiple of `ROOM` channels, so that a GPU reads whole
-words. A band of 16 bits holds the numbers as they are.
+A mask is the case of 0 and 16 bits. The channels of a head with 16, 8 and 4 bits are a *band* each, those with 3 and 2
+share one. A band of fewer than 16 bits is stored as KIVI stores numbers (`eval.cache.storage.quantised`):
+`GROUP` tokens of a channel of K, or as many channels of a token of V, share a scale and a zero point in the model's
+dtype. So a number costs half a bit beside its own. KIVI's groups of 32 cost a whole one; on SmolLM2 they make the
+squared error of K and V 0.70 times as large, and half a bit more of code makes it half. A band of 16 bits holds the
+numbers as they are. A band has room for a multiple of `ROOM` channels, and so has the third bit of those that have one:
+a GPU reads whole words.
 """
 
 import math
@@ -52,10 +53,14 @@ class Precision:
 
     def token_bytes(self, itemsize: int = 2) -> tuple[Tensor, Tensor]:
         """Bytes of a middle token's K and V in every head, scales and room counted, float64 [L, H] each."""
-        k = torch.zeros(self.value_bits.shape, dtype=torch.float64)
-        for bits in KEY_BITS[1:]:
-            room = -(-(self.key_bits == bits).sum(-1) // ROOM) * ROOM
-            k += room * (itemsize if bits == WHOLE else bits / 8 + 2 * itemsize / GROUP)
+        scales = 2 * itemsize / GROUP
+
+        def room(at_least: int, below: int = WHOLE + 1) -> Tensor:
+            chosen = (self.key_bits >= at_least) & (self.key_bits < below)
+            return (-(-chosen.sum(-1) // ROOM) * ROOM).double()
+
+        k = room(WHOLE) * itemsize + room(8, WHOLE) * (1 + scales) + room(4, 8) * (4 / 8 + scales)
+        k += room(2, 4) * (2 / 8 + scales) + room(3, 4) / 8
         dim = self.key_bits.shape[-1]
         packed = dim * self.value_bits.double() / 8 + 2 * itemsize * dim / value_group(dim)
         v = torch.where(self.value_bits == WHOLE, float(dim * itemsize), packed)

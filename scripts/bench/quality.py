@@ -38,7 +38,7 @@ from leank.files import write_text
 
 ALL = "all"  # the tasks together
 LABELS = {
-    "leank": "LeanK", "kl": "LeanK", "l2steered": "L2, steered", "paper": "paper's objective",
+    "leank": "LeanK", "kl": "LeanK", "nested": "LeanK", "l2steered": "L2, steered", "paper": "paper's objective",
     "paper240": "paper's objective", "static_norm": "static norm", "think": "ThinK", "iap": "IAP",
     "lowest_frequencies": "lowest frequencies", "duo_attention": "DuoAttention",
 }  # fmt: skip

@@ -124,7 +124,7 @@ def main(dim: int) -> None:
     }  # fmt: skip
     for even, block in ((True, 64), (False, 16)):
         compiles(paged.decode, of_pages, {"F": paged.Form(8, 4, dim, 8, 8, 64, 24, even, 16, 4, 16, block, block)})
-    mixed = banded.Codes(((16, 32, 64, 0, 64, 4), (0, 0, 0, 64, 0, 3), (48, 0, 0, 0, 0, 16)), (9000,) * 3, 104000, True)
+    mixed = banded.Codes(((16, 32, 64, 64, 4), (0, 0, 0, 64, 3), (48, 0, 0, 0, 16)), (9000,) * 3, 104000, True)
     text = compiles(decode.decode, OF_DECODE, {"F": form, "READ": banded.read, "CODES": mixed})
     assert not (wrong := wrong_units(text, 2)), f"{wrong}; Triton may have made 0 of one"
     of_packed = {name: kind for name, kind in OF_MOVE.items() if name != "ranks"} | {"k": BYTES, "v": BYTES}

@@ -42,11 +42,11 @@ def test_bytes_of_a_token_against_the_obvious_loop(shape, seed, itemsize):
     for layer in range(layers):
         for head in range(heads):
             bits = precision.key_bits[layer, head].tolist()
-            k = 0
-            for width in (2, 3, 4, 8, 16):
-                room = (bits.count(width) + ROOM - 1) // ROOM * ROOM
-                # the scale and zero point of every GROUP tokens
-                k += room * (itemsize if width == 16 else width / 8 + 2 * itemsize / GROUP)
+            k, scales = 0, 2 * itemsize / GROUP  # the scale and zero point of every GROUP tokens
+            for widths, of_channel in (
+                ((16,), itemsize), ((8,), 1 + scales), ((4,), 4 / 8 + scales), ((2, 3), 2 / 8 + scales), ((3,), 1 / 8),
+            ):  # fmt: skip
+                k += (sum(map(bits.count, widths)) + ROOM - 1) // ROOM * ROOM * of_channel
             width, group = (
                 int(precision.value_bits[layer, head]),
                 max(g for g in (1, 2, 4, 8, 16, 32, 64) if dim % g == 0),

@@ -16,7 +16,7 @@ from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.attention.kernels import banded, decode, evict, packed, ring
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
 from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
-from leank.eval.cache.storage.banded import PAGE_ROOM, Banded, page_room
+from leank.eval.cache.storage.banded import PAGE_ROOM, Banded, effort, page_room
 from leank.eval.cache.storage.codecs import PageSegment
 from leank.eval.cache.storage.eviction import Choice, Eviction
 from leank.eval.cache.storage.quantised import Packing
@@ -29,6 +29,7 @@ MOVED = 32  # tokens that a program of `move` holds in registers at a time
 MAX_CHUNKS = 4  # chunks in one launch; the limit bounds the scratch memory
 AHEAD = 4 * PAGE_ROOM  # bytes of pages that a program may ask for before it needs them, where that is a choice
 SHARED = 208_000  # bytes that a program has for them at most
+EFFORT = 8.5  # bytes of sink and window that a program reads in the time of an instruction of each warp
 BLOCK = 256  # tokens whose weights a program adds, or whose scores it moves, at a time
 SLICE = 64  # channels of a token that a program moves
 PROGRAMS = 1056  # that add weights, at most: eight per multiprocessor of a large GPU
@@ -145,12 +146,15 @@ def banded_kernels(store: Store) -> CodecKernels:
     assert isinstance(codec, Banded)
     assert isinstance(tail, PageSegment)
     n, pages = codec.counts, tuple(page_room(form, base.shape[-1], base.itemsize) for form in codec.forms)
-    cost = [page[0] / (PAGE * base.itemsize) for page in tail.page_bytes()]
-    signs = n[:, 0] | n[:, 1] << 8 | n[:, 2] << 16, n[:, 3] | n[:, 4] << 8 | codec.form_of_heads << 16
+    # Programs share what takes time: bytes, or instructions where these take longer.
+    of_forms = [effort(form, base.shape[-1]) * EFFORT for form in codec.forms] or [0]
+    k, v = (page[0] for page in tail.page_bytes())
+    k = np.where(n.any(-1), np.maximum(k, np.take(of_forms, codec.form_of_heads) - v), 0)
+    signs = n[:, 0] | n[:, 1] << 10 | n[:, 2] << 20, n[:, 3] | n[:, 4] << 10 | codec.form_of_heads << 20
 
     def config(tile_rows: int, few: bool) -> Config:
         # `banded.stages_of` says how many pages each form asks for ahead, so that all launches have one compiled kernel
-        found = replace((PACKED_FEW if few else PACKED)[4], stages=3)
+        found = replace((PACKED_FEW if few else PACKED)[4], stages=3, slow=1.0)
         if tile_rows > 16:  # of which ptxas of CUDA 12.8 gives a thread 32 registers if it is not told
             found = replace(WIDE_PACKED, registers=255)
         return found if found.warps * max(pages, default=0) < SHARED else replace(found, warps=4)
@@ -161,7 +165,7 @@ def banded_kernels(store: Store) -> CodecKernels:
         share=1.0,
         config=config,
         move=_move_banded,
-        heads=np.stack([*np.ceil(cost), *signs], -1).astype(np.int64),
+        heads=np.stack([*(np.ceil(x / (PAGE * base.itemsize)) for x in (k, v)), *signs], -1).astype(np.int64),
     )
 
 

@@ -1,15 +1,22 @@
 """A middle in the bits that a mask's layout gives each channel (`leank.precision`): a codec of pages.
 
-A page of K is one band after the other, the widest first, and each band is a page of KIVI's codec (`quantised`) for as
-many channels as have that width; a band of 16 bits holds its numbers channel by channel, [C, 64], as an unpacked middle
-does. A page of V is KIVI's page of the head's width, or [D, 64] of plain numbers.
+A page of K is up to four bands, the widest first: of 16 bits, which holds numbers channel by channel, [C, 64], as an
+unpacked middle does; of 8 and of 4 bits, a page of KIVI's codec each (`quantised`); and the *narrow* one of 3 and 2
+bits. A page of V is KIVI's page of the head's width, or [D, 64] of plain numbers.
 
-A kernel is compiled for a few *forms*: the room of every band, in steps that a GPU multiplies, and the bits of V. A
-head is read by the first form that has room for its bands.
+The narrow band has two *planes*: the lower two bits of all channels, then the third bit of those that have one, which
+come first. Channel c lies in line c // 4. A thread that multiplies has both planes' bits of its lines:
 
-    K of a head with 20 channels at 16 bits, 32 at 4 and 16 at 2, in bfloat16:
-    | 64 x 32 numbers | codes of 32 | scales of 32 | codes of 16 | scales of 16 |
-      4096 bytes        1024          128            256           64
+    lower bits  [32, 2, C / 4]  a byte for channels c and c + 2 of a line, and for tokens t and t + 32
+    third bit   [32, C3 / 4]    a byte for the four channels of a line, and for tokens t and t + 32
+    scales      as in `quantised`, of the lines' channels 0, then 2, 1 and 3: in the order of bits
+
+C and C3 are the channels with 2 bits or more, and with 3, rounded up to 16. A kernel is compiled for a few *forms*: the
+room of every band, in steps that a GPU multiplies, and the bits of V. A head is read by the first form that has room.
+
+    K of a head with 20 channels at 16 bits, 32 at 4, 16 at 3 and 16 at 2, in bfloat16:
+    | 64 x 32 numbers | codes of 32 | scales of 32 | lower bits of 32 | third of 16 | scales of 32 |
+      4096 bytes        1024          128            512                128           128
 """
 
 from collections import Counter
@@ -17,17 +24,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from leank.eval.cache.storage.codecs import BandCodec, PageCodec, PageSegment
-from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.codecs import BandCodec, PageCodec, PageSegment, fold, unfold
+from leank.eval.cache.storage.quantised import K_FOLDS, Packing, quantise, restore
 from leank.eval.cache.storage.segment import PAGE, Count, Extent, round_up
-from leank.precision import GROUP, KEY_BITS, ROOM, WHOLE, Precision, value_group
+from leank.precision import GROUP, ROOM, WHOLE, Precision, value_group
 
 
 class Whole(PageCodec):
@@ -60,11 +67,68 @@ class Whole(PageCodec):
 WHOLE_BAND = Whole()
 
 
-BANDS = tuple(reversed(KEY_BITS[1:]))  # bits, the widest first
-LEAST_LINES = 32  # lines of codes that a product takes, a byte each; codes of 2 bits are two channels to a line
-MOST_FORMS = 4  # of heads, where V has not more widths: each takes some ten seconds to compile
+@dataclass(frozen=True)
+class Narrow(PageCodec):
+    """A band of channels of K in 3 bits, then in 2.
+
+    channels, third: how many there are, and how many have a third bit
+    """
+
+    channels: int
+    third: int
+
+    def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
+        """Codes [R, n, d] and scales [R, n / GROUP, d, 2]; see `quantise`."""
+        top = torch.full((self.channels,), 3)
+        top[: self.third] = 7
+        return quantise(x, GROUP, top.to(x.device))
+
+    def decode(self, codes: Tensor, numbers: Tensor, keys: bool) -> Tensor:
+        """The vectors [..., n, d] of codes and scales from `encode`."""
+        return restore(codes, numbers, GROUP)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [round_up(self.channels, ROOM) * PAGE // 4, round_up(self.third, ROOM) * PAGE // 8]
+
+    def pages(self, head_dim: int, channels: Count, dtype: torch.dtype) -> tuple[tuple[Count, Any], tuple[int, int]]:
+        """For K: bytes of a page's planes, and of its scales; there is no V of this form."""
+        return (channels * 0 + sum(self._sizes), round_up(self.channels, ROOM) * 2 * dtype.itemsize), (0, 0)
+
+    def pack(self, codes: Tensor, numbers: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
+        """Planes of whole pages."""
+        spare = -self.channels % ROOM
+        codes, scales = pad(codes, (0, spare)), pad(numbers, (0, 0, 0, spare)).mT
+        parts = (codes & 3, 2), (codes[..., : round_up(self.third, ROOM)] >> 2 & 1, 1)
+        planes = [fold(_in_lines(part), K_FOLDS[bits]).flatten(-2) for part, bits in parts]
+        return torch.cat(planes, -1), _in_lines(scales).mT.unflatten(-2, (-1, 2)).mT.flatten(-4)
+
+    def unpack(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> tuple[Tensor, Tensor]:
+        """Codes [..., 64, d] and scales of the planes that `pack` made."""
+        lower, third = (
+            _from_lines(unfold(plane.unflatten(-1, (PAGE // 2, -1)), K_FOLDS[bits]))
+            for plane, bits in zip(codes.split(self._sizes, -1), (2, 1), strict=True)
+        )
+        lower[..., : third.shape[-1]] |= third << 2
+        scales = numbers.unflatten(-1, (1, -1, 2, 2)).mT.flatten(-3, -2)
+        return lower[..., :dim], _from_lines(scales.mT).mT[..., :dim, :]
+
+
+def _in_lines(x: Tensor) -> Tensor:
+    """The channels of x [..., C] in the order of the bits that they have in a byte: 0, 4, 8, ..., 2, ..., 1, ..., 3."""
+    return x.unflatten(-1, (-1, 2, 2)).permute(*range(x.dim() - 1), -1, -2, -3).flatten(-3)
+
+
+def _from_lines(x: Tensor) -> Tensor:
+    """What `_in_lines` took apart, in a new tensor."""
+    return x.unflatten(-1, (2, 2, -1)).permute(*range(x.dim() - 1), -1, -2, -3).flatten(-3)
+
+
+BANDS = 4  # of 16, 8 and 4 bits, and the narrow one
+LEAST_LINES = 32  # lines of codes that a product takes, a byte each; a line of the narrow band has four channels
+MOST_FORMS = 4  # where V has not more widths: each takes some ten seconds to compile
 PAGE_ROOM = 26_000  # bytes: with four such pages on its way, a program leaves a GPU's multiprocessor room for another
-Form = tuple[int, ...]  # room for channels of each band, in the order of BANDS, then the bits of V
+Form = tuple[int, ...]  # room for channels of each band, then the bits of V
 
 
 @dataclass(frozen=True)
@@ -88,7 +152,7 @@ class Banded(BandCodec):
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """Channels of every band, [H, bands]."""
+        """Channels in 16, in 8 and in 4 bits, narrow ones, and those of them with 3 bits, [H, 5]."""
         return counts(np.array(self.key_bits))
 
     @cached_property
@@ -103,9 +167,13 @@ class Banded(BandCodec):
 
     @cached_property
     def _bands(self) -> list[list[tuple[PageCodec, int]]]:
-        codecs = [_packing(width, GROUP) for width in BANDS]
-        found = [[(c, n) for c, n in zip(codecs, of_head, strict=True) if n] for of_head in self.counts.tolist()]
-        return [of_head or [(WHOLE_BAND, 0)] for of_head in found]
+        found = []
+        for *of_bands, third in self.counts.tolist():
+            bands = zip(
+                (WHOLE_BAND, Packing(8, GROUP), Packing(4, GROUP), Narrow(of_bands[-1], third)), of_bands, strict=True
+            )
+            found.append([(codec, n) for codec, n in bands if n] or [(WHOLE_BAND, 0)])
+        return found
 
     @cached_property
     def _values(self) -> list[PageCodec]:
@@ -124,7 +192,7 @@ class Banded(BandCodec):
 
     def segment(self, extent: Extent) -> PageSegment:
         """An empty segment. Raises ValueError if other channels are kept than have bits."""
-        if (extent.channels.count != self.counts.sum(-1)).any():
+        if (extent.channels.count != self.counts[:, :BANDS].sum(-1)).any():
             raise ValueError("a layout of bits says itself which channels are kept; leave out another choice of them")
         return super().segment(extent)
 
@@ -148,8 +216,8 @@ def _packing(bits: int, group: int) -> PageCodec:
 
 
 def counts(key_bits: np.ndarray) -> np.ndarray:
-    """Channels of every band [..., bands] of key_bits [..., D]."""
-    return np.stack([(key_bits == width).sum(-1) for width in BANDS], -1)
+    """Channels in 16, in 8 and in 4 bits, narrow ones, and those of them with 3 bits, [..., 5] of key_bits [..., D]."""
+    return np.stack([np.isin(key_bits, bits).sum(-1) for bits in (16, 8, 4, (2, 3), 3)], -1)
 
 
 def codecs(precision: Precision) -> list[Banded]:
@@ -165,32 +233,40 @@ def codecs(precision: Precision) -> list[Banded]:
 def forms(precision: Precision) -> tuple[Form, ...]:
     """Forms that have room for every head, at most MOST_FORMS where V has no more widths.
 
-    Beginning with what each head needs, two with the same V are made one, those first that waste the least room. That
-    ends at MOST_FORMS where every pair would exceed PAGE_ROOM: the largest form decides what memory a program takes.
+    Beginning with what each head needs, two with the same V are made one, those first that cost the least `effort`, and
+    that stay within PAGE_ROOM, because the largest form decides what memory a program takes.
     """
     bits, keep = precision.key_bits.flatten(0, 1).numpy(), precision.keep.flatten(0, 1).any(-1).numpy()
     heads = Counter(_needed(counts(bits[keep]), precision.value_bits.flatten().numpy()[keep].tolist()))
-
-    def room(form: Form) -> int:
-        return page_room(form, bits.shape[-1], 2)
+    dim = bits.shape[-1]
 
     def cost(pair: tuple[Form, Form]) -> tuple[bool, int]:
-        joint = room(_joint(pair))
-        return joint > PAGE_ROOM, sum(heads[one] * (joint - room(one)) for one in pair)
+        joint = _joint(pair)
+        wasted = sum(heads[one] * (effort(joint, dim) - effort(one, dim)) for one in pair)
+        return page_room(joint, dim, 2) > PAGE_ROOM, wasted
 
-    while pairs := [(a, b) for a, b in combinations(sorted(heads), 2) if a[-1] == b[-1]]:
+    while len(heads) > MOST_FORMS and (pairs := [(a, b) for a, b in combinations(sorted(heads), 2) if a[-1] == b[-1]]):
         pair = min(pairs, key=cost)
-        if room(_joint(pair)) > PAGE_ROOM and len(heads) <= MOST_FORMS:
-            break
         number = sum(heads.pop(one) for one in pair)
         heads[_joint(pair)] += number
     return tuple(sorted(heads, key=sum))
 
 
+def effort(form: Form, head_dim: int) -> int:
+    """Instructions of a warp for a page of a form, about: what bounds its speed where the bytes do not.
+
+    Counted in what Triton makes for sm_90: for every 16 channels in 16 bits, 32 in 8 or 4, 128 narrow ones, and V.
+    """
+    whole, eight, four, narrow, values = form
+    of_keys = 30 * whole // 16 + 120 * (eight + four) // 32 + 600 * narrow // 128
+    return 350 + of_keys + {16: 150, 8: 400, 4: 420, 3: 570, 2: 420}[values] * head_dim // 128
+
+
 def page_room(form: Form, head_dim: int, itemsize: int) -> int:
     """Bytes of a page of K and V for which a form has room."""
-    of_bits = [(bits, PAGE * itemsize if bits == WHOLE else PAGE * bits // 8 + 2 * itemsize) for bits in BANDS]
-    return sum(n * size for n, (_, size) in zip(form, of_bits, strict=False)) + head_dim * dict(of_bits)[form[-1]]
+    of_channel = (PAGE * itemsize, *(PAGE * bits // 8 + 2 * itemsize for bits in (8, 4, 3)))
+    of_values = PAGE * itemsize if form[-1] == WHOLE else PAGE * form[-1] // 8 + 2 * itemsize
+    return sum(n * size for n, size in zip(form, of_channel, strict=False)) + head_dim * of_values
 
 
 def _joint(pair: tuple[Form, Form]) -> Form:
@@ -198,9 +274,9 @@ def _joint(pair: tuple[Form, Form]) -> Form:
 
 
 def _needed(of_bands: np.ndarray, value_bits: Sequence[int]) -> list[Form]:
-    """What each head needs at least, of channels of its bands [N, bands]."""
-    steps = np.array([ROOM, LEAST_LINES, LEAST_LINES, 4 * LEAST_LINES, 2 * LEAST_LINES])
-    room = -(-of_bands // steps) * steps
+    """What each head needs at least, of channels of its bands [N, >= BANDS]."""
+    steps = np.array([ROOM, LEAST_LINES, LEAST_LINES, 4 * LEAST_LINES])
+    room = -(-of_bands[:, :BANDS] // steps) * steps
     return [(*one, bits) for one, bits in zip(room.tolist(), value_bits, strict=True)]
 
 

@@ -39,6 +39,31 @@ K_FOLDS: dict[int, Folds] = {8: (), 4: ((-2, 4),), 2: ((-1, 2), (-2, 4)), 1: ((-
 V_FOLDS: dict[int, Folds] = {8: (), 4: ((-2, 4),), 2: ((-2, 4), (-2, 2)), 1: ((-2, 2), (-2, 1), (-1, 4))}
 
 
+def quantise(x: Tensor, group: int, top: int | Tensor) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [..., A, N] and scales [..., A / group, N, 2] of x [..., A, N], whose cells lie along A.
+
+    code = round((x - zero) / scale), with zero = min and scale = (max - min) / top. The scale of a cell of equal
+    numbers is 0.
+
+    top: the largest code, 2^bits - 1, of all or of each of the N
+    """
+    x = x.unflatten(-2, (-1, group))
+    low, high = torch.aminmax(x, dim=-2, keepdim=True)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    # CUDA divides by a Python number inexactly
+    of_top = top.to(wide) if isinstance(top, Tensor) else low.new_full((), top, dtype=wide)
+    scale = ((high.to(wide) - low.to(wide)) / of_top).to(x.dtype)
+    step = torch.where(scale == 0, 1, scale).to(wide)
+    codes = torch.minimum(((x.to(wide) - low.to(wide)) / step).round(), of_top).to(torch.uint8)
+    return codes.flatten(-3, -2), torch.stack([scale.squeeze(-2), low.squeeze(-2)], -1)
+
+
+def restore(codes: Tensor, scales: Tensor, group: int) -> Tensor:
+    """The numbers x̂ = code * scale + zero, rounded once, of codes and scales from `quantise`."""
+    scale, zero = scales.to(torch.promote_types(scales.dtype, torch.float32)).unsqueeze(-3).unbind(-1)
+    return (codes.unflatten(-2, (-1, group)) * scale + zero).to(scales.dtype).flatten(-3, -2)
+
+
 @dataclass(frozen=True)
 class Packing(PageCodec):
     """KIVI's codec. Raises ValueError for other numbers."""
@@ -77,24 +102,12 @@ class Packing(PageCodec):
         return self.group * self.bits // 8 + 2 * dtype.itemsize
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes uint8 [..., A, N] and scales [..., A / group, N, 2] of x [..., A, N], whose cells lie along A.
-
-        code = round((x - zero) / scale), with zero = min and scale = (max - min) / (2^bits - 1). The scale of a cell of
-        equal numbers is 0.
-        """
-        x, top = x.unflatten(-2, (-1, self.group)), 2**self.bits - 1
-        low, high = torch.aminmax(x, dim=-2, keepdim=True)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        of_top = low.new_full((), top, dtype=wide)  # CUDA divides by a Python number inexactly
-        scale = ((high.to(wide) - low.to(wide)) / of_top).to(x.dtype)
-        step = torch.where(scale == 0, 1, scale).to(wide)
-        codes = ((x.to(wide) - low.to(wide)) / step).round().clamp(max=top).to(torch.uint8)
-        return codes.flatten(-3, -2), torch.stack([scale.squeeze(-2), low.squeeze(-2)], -1)
+        """`quantise` in this codec's bits and groups."""
+        return quantise(x, self.group, 2**self.bits - 1)
 
     def restore(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """The numbers x̂ = code * scale + zero, rounded once, of codes and scales from `quantise`."""
-        scale, zero = scales.to(torch.promote_types(scales.dtype, torch.float32)).unsqueeze(-3).unbind(-1)
-        return (codes.unflatten(-2, (-1, self.group)) * scale + zero).to(scales.dtype).flatten(-3, -2)
+        """`restore` of this codec's groups."""
+        return restore(codes, scales, self.group)
 
     def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
         """Codes [R, n, d], and scales [R, n / group, channels, 2] of K, [R, n, D / group, 2] of V."""

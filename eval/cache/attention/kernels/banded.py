@@ -1,13 +1,16 @@
 """Pages of bands (eval.cache.storage.banded): how the decode kernel reads them, and how tokens are packed into them.
 
-A band is a page of KIVI's codec, so codes become numbers as in `packed`, of which this is the form for several widths:
-every warp has a page of its own, reads one band of K after the other, adds their products to the page's logits, and
-then reads V. So a head takes as many bytes as its layout says, and its pages are read once.
+Codes become numbers as in `packed`, of which this is the form for several widths: every warp has a page of its own,
+reads one band of K after the other, adds their products to the page's logits, and then reads V. So a head takes as many
+bytes as its layout says, and its pages are read once. A code of the narrow band is joined of its planes; channels of 2
+bits have no line of the upper one, of which nothing is read.
 
-`read` is compiled for a few forms of heads (`storage.banded.forms`), each a loop of its own, in which Triton asks for
-the next pages while it multiplies. A loop takes a plane's lines in pieces, and leaves out those that a head lacks.
+`read` is compiled for a few forms of heads (`storage.banded.forms`), each a loop of its own without branches, in which
+Triton asks for the next pages while it multiplies. A loop takes a band's lines in pieces, whose codes become operands
+where they lie. Triton does that for pieces of 32 lines, and for numbers that are made of loads and constants alone;
+others it would write to shared memory and read again, which took half of the time.
 
-Names as in eval.cache.attention.kernels.packed. A *line* of a plane is a byte for every 64 tokens, or 32 below 8 bits.
+Names as in eval.cache.attention.kernels.packed. A *line* of codes is a byte for every 64 tokens, or 32 below 8 bits.
 """
 
 from __future__ import annotations
@@ -35,10 +38,12 @@ from leank.eval.cache.attention.kernels.packed import (
     unit_of,
 )
 from leank.eval.cache.storage import banded
-from leank.precision import GROUP
+from leank.precision import GROUP, VALUE_BITS
 
 CELL = tl.constexpr(GROUP)
-BANDS = tl.constexpr(len(banded.BANDS))
+BANDS = tl.constexpr(banded.BANDS)
+LINES = tl.constexpr(banded.LEAST_LINES)  # of a piece
+WIDTHS = tl.constexpr(len(VALUE_BITS))
 
 
 class Codes(NamedTuple):
@@ -54,28 +59,21 @@ class Codes(NamedTuple):
 
 
 @triton.constexpr_function
-def bits_of(band):
-    """Bits of the band of that number."""
-    return banded.BANDS[band]
-
-
-@triton.constexpr_function
 def room_of(codes, form, band):
     """Channels of a band for which a form has room; behind the last band, the bits of V."""
     return codes.FORMS[form][band]
 
 
 @triton.constexpr_function
-def first_plane(bits):
-    """Bits of a code's first plane."""
-    return 2 if bits == 3 else bits
+def width_of(number):
+    """Bits of V, by their number."""
+    return VALUE_BITS[number]
 
 
 @triton.constexpr_function
-def channel_of(dtype, page, bits):
-    """Bytes of a channel in a page of K: its codes, and a scale and a zero point of all tokens."""
-    number = dtype.primitive_bitwidth // 8
-    return page * number if bits == 16 else page * bits // 8 + 2 * number
+def first_plane(bits):
+    """Bits of a code's first plane, in a page of V."""
+    return 2 if bits == 3 else bits
 
 
 @triton.constexpr_function
@@ -86,21 +84,9 @@ def v_page_of(dtype, dim, page, bits):
 
 
 @triton.constexpr_function
-def parts_of(bits):
-    """How many channels share the bytes of a plane; at 3 bits, of the plane of the highest bits."""
-    return {2: 2, 3: 4}.get(bits, 1)
-
-
-@triton.constexpr_function
-def piece_of(bits):
-    """Lines of a piece: what a product sums at least, of a plane or of a band in 16 bits."""
-    return 16 if bits == 16 else banded.LEAST_LINES
-
-
-@triton.constexpr_function
-def pieces_of(room, bits):
-    """Pieces of a band of `bits` with so many channels."""
-    return -(-room // (parts_of(bits) * piece_of(bits)))
+def pieces_of(room, channels):
+    """Pieces of so many channels that make up a room."""
+    return -(-room // channels)
 
 
 @triton.constexpr_function
@@ -134,8 +120,8 @@ def joining(dtype, place, bit):
 
 
 @triton.jit
-def joined(codes, top, scale, zero, PLACE: tl.constexpr, BIT: tl.constexpr, PTX: tl.constexpr):
-    """Numbers of 3 bits as `packed.numbers`; codes: the lower two in place PLACE; top: the highest in bit BIT."""
+def joined(codes, third, scale, zero, PLACE: tl.constexpr, BIT: tl.constexpr, PTX: tl.constexpr):
+    """Numbers of 3 bits as `packed.numbers`; codes: the lower two in place PLACE; third: the third one in bit BIT."""
     dtype: tl.constexpr = scale.dtype
     UNIT: tl.constexpr = unit_of(dtype, PTX)
     if PTX:
@@ -143,111 +129,123 @@ def joined(codes, top, scale, zero, PLACE: tl.constexpr, BIT: tl.constexpr, PTX:
             scale *= tl.full([], UNIT / step_of(dtype, lowest_of(PLACE), 1), tl.float32).to(dtype)
             zero *= tl.full([], UNIT, tl.float32).to(dtype)
         x = tl.inline_asm_elementwise(
-            joining(dtype, PLACE, BIT), "=r,=r,r,r,r,r,r,r", [codes, top, scale, zero],
+            joining(dtype, PLACE, BIT), "=r,=r,r,r,r,r,r,r", [codes, third, scale, zero],
             dtype=scale.dtype, is_pure=True, pack=4)
     else:
-        code = ((codes >> (2 * PLACE)) & 3) | (((top >> BIT) & 1) << 2)
+        code = ((codes >> (2 * PLACE)) & 3) | (((third >> BIT) & 1) << 2)
         x = ((code.to(tl.float32) * scale.to(tl.float32) + zero.to(tl.float32)) * UNIT).to(dtype)
     return x
 
 
 @triton.jit
-def _part(q_row, ok, index, n, lines, row, PART: tl.constexpr, F: tl.constexpr):
-    """Queries [P, M, R] for the channels whose codes lie in part PART of a plane's lines `row` [R]."""
-    channel = PART * lines + row
-    return _queries(q_row, ok, index, channel, tl.minimum((PART + 1) * lines, n), F.WARPS)
+def _room(n):
+    """Channels for which a band of n has room."""
+    return (n + ROOM - 1) // ROOM * ROOM
 
 
 @triton.jit
-def _parts(q_row, ok, index, n, BITS: tl.constexpr, C: tl.constexpr, F: tl.constexpr):
-    """Queries for every piece of a band with up to C channels, and every part of its bytes."""
-    PARTS: tl.constexpr = parts_of(BITS)
-    lots = (n + ROOM - 1) // ROOM
+def page_bytes(n, NUMBER: tl.constexpr, PAGE: tl.constexpr):
+    """Bytes of a page of K, in which a number takes NUMBER bytes.
+
+    n: channels in 16, 8 and 4 bits, narrow ones, and those of them with 3
+    """
+    even = _room(n[0]) * (PAGE * NUMBER) + _room(n[1]) * (PAGE + 2 * NUMBER) + _room(n[2]) * (PAGE // 2 + 2 * NUMBER)
+    return even + _room(n[3]) * (PAGE // 4 + 2 * NUMBER) + _room(n[4]) * (PAGE // 8)
+
+
+@triton.jit
+def _queries_of(q_row, ok, index, n, C: tl.constexpr, F: tl.constexpr):
+    """Queries [P, M, LINES] of every piece of a band of n channels, at most C."""
     found = tl.tuple([])
-    for j in tl.static_range(pieces_of(C, BITS)):
-        row = tl.arange(0, piece_of(BITS)) + j * piece_of(BITS)
-        for i in tl.static_range(PARTS):
-            found += (_part(q_row, ok, index, n, lots * (ROOM // PARTS), row, i, F),)
+    for j in tl.static_range(pieces_of(C, LINES)):
+        found += (_queries(q_row, ok, index, tl.arange(0, LINES) + j * LINES, n, F.WARPS),)
     return found
 
 
 @triton.jit
-def _band(
-    s, t, q, page, start, left, n, dtype: tl.constexpr,
-    BITS: tl.constexpr, C: tl.constexpr, F: tl.constexpr, PTX: tl.constexpr,
-):
-    """Add the products of a band of n channels, at most C, to the logits s and t of a page's halves, [P, M, HALF].
-
-    q: queries from `_parts`
-    page: address of the band in the first page; start: [P], bytes to the page that each warp reads
-    left: [P], tokens from a page's first to the last one
-
-    Returns s, t and the bytes of the band.
-    """
-    lots = (n + ROOM - 1) // ROOM
-    size = lots * (ROOM * F.PAGE * BITS // 8)
-    cells = (page + size).to(tl.pointer_type(tl.int32), bitcast=True)
-    scales = (page + size).to(tl.pointer_type(dtype), bitcast=True)
-    for j in tl.static_range(pieces_of(C, BITS)):
-        s, t = _piece(s, t, q, page, cells, scales, start, left, lots * (ROOM // parts_of(BITS)), j, BITS, PTX)
-    return s, t, lots * (ROOM * channel_of(dtype, F.PAGE, BITS))
+def _narrow_queries(q_row, ok, index, n, C: tl.constexpr, F: tl.constexpr):
+    """Queries [P, M, LINES] of every piece of a narrow band for its lines' channels 0, then 2, 1 and 3."""
+    found = tl.tuple([])
+    for j in tl.static_range(pieces_of(C, 4 * LINES)):
+        for i in tl.static_range(4):
+            channel = 4 * (tl.arange(0, LINES) + j * LINES) + i // 2 + i % 2 * 2
+            found += (_queries(q_row, ok, index, channel, n, F.WARPS),)
+    return found
 
 
 @triton.jit
-def _piece(
-    s, t, q, page, cells, scales, start, left, lines, J: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr,
+def _narrow(
+    s, t, q, page, start, left, n, third, dtype: tl.constexpr, C: tl.constexpr, F: tl.constexpr, PTX: tl.constexpr,
 ):
-    """Do what `_band` does for piece J of its lines; cells, scales: see `packed.scale_and_zero`.
+    """Add the products of a narrow band of n channels, at most C, to s and t, logits of a page's halves [P, M, HALF].
 
-    Everything is asked for before it is known whether the head has such lines, so that Triton asks ahead of time; of
-    what is not there, no byte is read, and nothing is computed. At 3 bits, a line of the highest bits belongs to two of
-    the lower ones.
+    q: queries from `_narrow_queries`
+    page: address of the band in the first page; start: [P], bytes to the page that each warp reads
+    left: [P], tokens from a page's first to the last one
+    third: channels that have a third bit
+
+    All lines of the form are computed, without a branch: of those that the head lacks, no byte is read.
     """
-    PARTS: tl.constexpr = parts_of(BITS)
-    NUMBER: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth // 8
-    row = tl.arange(0, piece_of(BITS)) + J * piece_of(BITS)
-    there = (left > 0)[:, None] & (row < lines)[None, :]
-    first = start[:, None, None] + row[None, :, None]
-    at = first + (_tokens() * (2 * lines if BITS == 3 else lines))[None, None, :]
-    codes = tl.load(page + at, mask=there[:, :, None], other=0)
-    later, top = codes, codes
-    if BITS == 8:
-        later = tl.load(page + at + HALF * lines, mask=there[:, :, None], other=0)
-    if BITS == 3:
-        later = tl.load(page + at + lines, mask=there[:, :, None], other=0)
-        top = tl.load(page + HALF * 2 * lines + first + (_tokens() * lines)[None, None, :], mask=there[:, :, None],
-                      other=0)
-    pairs = tl.tuple([])
-    for i in tl.static_range(PARTS):
-        cell = (start // (2 * NUMBER))[:, None] + (i * lines + row)[None, :]
-        pairs += scale_and_zero(cells, scales, cell, there)
-    if lines > J * piece_of(BITS):
-        for i in tl.static_range(PARTS):
+    NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
+    lines, of_third = _room(n) // 4, _room(third) // 4
+    upper = page + HALF * 2 * lines
+    cells = (upper + HALF * of_third).to(tl.pointer_type(tl.int32), bitcast=True)
+    scales = (upper + HALF * of_third).to(tl.pointer_type(dtype), bitcast=True)
+    token, before = _tokens()[None, None, :], (left > 0)[:, None]
+    for j in tl.static_range(pieces_of(C, 4 * LINES)):
+        row = tl.arange(0, LINES) + j * LINES
+        there, held = before & (row < lines)[None, :], before & (row < of_third)[None, :]
+        at = start[:, None, None] + row[None, :, None]
+        first = tl.load(page + at + token * (2 * lines), mask=there[:, :, None], other=0)
+        later = tl.load(page + at + (lines + token * (2 * lines)), mask=there[:, :, None], other=0)
+        bits = tl.load(upper + at + token * of_third, mask=held[:, :, None], other=0)
+        pairs = tl.tuple([])
+        for i in tl.static_range(4):
+            pairs += scale_and_zero(cells, scales, (start // (2 * NUMBER))[:, None] + (i * lines + row)[None, :], there)
+        for i in tl.static_range(4):
             scale, zero = pairs[2 * i][:, :, None], pairs[2 * i + 1][:, :, None]
-            if BITS == 3:
-                lower = codes if i % 2 == 0 else later
-                x = joined(lower, top, scale, zero, i // 2, i, PTX)
-                y = joined(lower, top, scale, zero, i // 2 + 2, i + 4, PTX)
-            else:
-                x = numbers(codes, scale, zero, i, BITS, PTX)
-                y = numbers(later, scale, zero, 0 if BITS == 8 else 4 // BITS + i, BITS, PTX)
-            s = tl.dot(q[J * PARTS + i], x, s)
-            t = tl.dot(q[J * PARTS + i], y, t)
+            lower = first if i % 2 == 0 else later
+            s = tl.dot(q[4 * j + i], joined(lower, bits, scale, zero, i // 2, i, PTX), s)
+            t = tl.dot(q[4 * j + i], joined(lower, bits, scale, zero, i // 2 + 2, i + 4, PTX), t)
+    return s, t
+
+
+@triton.jit
+def _even(
+    s, t, q, page, start, left, room, dtype: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr, F: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Do what `_narrow` does for a band in 8 or 4 bits with `room` channels, at most C."""
+    NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
+    SIZE: tl.constexpr = F.PAGE * BITS // 8
+    cells = (page + room * SIZE).to(tl.pointer_type(tl.int32), bitcast=True)
+    scales = (page + room * SIZE).to(tl.pointer_type(dtype), bitcast=True)
+    for j in tl.static_range(pieces_of(C, LINES)):
+        row = tl.arange(0, LINES) + j * LINES
+        there = (left > 0)[:, None] & (row < room)[None, :]
+        at = start[:, None, None] + row[None, :, None] + (_tokens() * room)[None, None, :]
+        codes = tl.load(page + at, mask=there[:, :, None], other=0)
+        later = codes
+        if BITS == 8:
+            later = tl.load(page + at + HALF * room, mask=there[:, :, None], other=0)
+        scale, zero = scale_and_zero(cells, scales, (start // (2 * NUMBER))[:, None] + row[None, :], there)
+        scale, zero = scale[:, :, None], zero[:, :, None]
+        s = tl.dot(q[j], numbers(codes, scale, zero, 0, BITS, PTX), s)
+        t = tl.dot(q[j], numbers(later, scale, zero, 8 // BITS - 1, BITS, PTX), t)
     return s, t
 
 
 @triton.jit
 def _whole(s, t, q, page, start, left, room, C: tl.constexpr):
-    """Add a 16-bit band's products to the logits, s and t; page: its address in the first page, of numbers."""
-    for j in tl.static_range(pieces_of(C, 16)):
-        row = tl.arange(0, piece_of(16)) + j * piece_of(16)
+    """Do what `_narrow` does for a band in 16 bits. page: address of the band in the first page, of numbers."""
+    for j in tl.static_range(pieces_of(C, ROOM)):
+        row = tl.arange(0, ROOM) + j * ROOM
         at = start[:, None, None] + (_tokens() * room)[None, None, :] + row[None, :, None]
         there = ((left > 0)[:, None] & (row < room)[None, :])[:, :, None]
         first = tl.load(page + at, mask=there, other=0.0)
         later = tl.load(page + at + HALF * room, mask=there, other=0.0)
-        if room > j * piece_of(16):
-            s = tl.dot(q[j], first, s)
-            t = tl.dot(q[j], later, t)
+        s = tl.dot(q[j], first, s)
+        t = tl.dot(q[j], later, t)
     return s, t
 
 
@@ -323,6 +321,9 @@ def _sums(
     PAGE: tl.constexpr = F.PAGE
     WARPS: tl.constexpr = F.WARPS
     K16: tl.constexpr = room_of(CODES, FORM, 0)
+    K8: tl.constexpr = room_of(CODES, FORM, 1)
+    K4: tl.constexpr = room_of(CODES, FORM, 2)
+    NARROW: tl.constexpr = room_of(CODES, FORM, 3)
     V: tl.constexpr = room_of(CODES, FORM, BANDS)
     PTX: tl.constexpr = CODES.PTX
     dtype: tl.constexpr = layer.base.dtype.element_ty
@@ -331,24 +332,20 @@ def _sums(
     UNIT: tl.constexpr = unit_of(dtype, PTX)
     k, v = tl.multiple_of(layer.codes + k_at, 16), tl.multiple_of(layer.codes + v_at, 16)
     token, number = _tokens(), tl.arange(0, WARPS)
+    whole, eight, four = _room(n[0]), _room(n[1]), _room(n[2])
     q16 = tl.tuple([])
-    for j in tl.static_range(pieces_of(K16, 16)):
-        row = tl.arange(0, piece_of(16)) + j * piece_of(16)
-        of_piece = _queries(q_row, ok, index, row, n[0], WARPS)
+    for j in tl.static_range(pieces_of(K16, ROOM)):
+        of_piece = _queries(q_row, ok, index, tl.arange(0, ROOM) + j * ROOM, n[0], WARPS)
         if UNIT != 1.0:  # codes are as small
             of_piece *= tl.full([], UNIT, tl.float32).to(dtype)
         q16 += (of_piece,)
-    room = (n[0] + ROOM - 1) // ROOM * ROOM
-    k_page = room * (PAGE * NUMBER)
     index += n[0]
-    q = tl.tuple([])
-    for i in tl.static_range(1, BANDS):
-        of_band = 0
-        if room_of(CODES, FORM, i) > 0:
-            of_band = _parts(q_row, ok, index, n[i], bits_of(i), room_of(CODES, FORM, i), F)
-            k_page += (n[i] + ROOM - 1) // ROOM * (ROOM * channel_of(dtype, PAGE, bits_of(i)))
-        q += (of_band,)
-        index += n[i]
+    q8 = _queries_of(q_row, ok, index, n[1], K8, F)
+    index += n[1]
+    q4 = _queries_of(q_row, ok, index, n[2], K4, F)
+    index += n[2]
+    q = _narrow_queries(q_row, ok, index, n[3], NARROW, F)
+    k_page = page_bytes(n, NUMBER, PAGE)
     scale *= 1.0 / UNIT
 
     top = tl.full([WARPS, N], float("-inf"), tl.float32)  # m and z of every warp
@@ -364,13 +361,16 @@ def _sums(
         t = s
         if K16 > 0:
             of_numbers = page.to(tl.pointer_type(dtype), bitcast=True)
-            s, t = _whole(s, t, q16, of_numbers, start // NUMBER, left, room, K16)
-            page += tl.multiple_of(room * (PAGE * NUMBER), 16)
-        for i in tl.static_range(1, BANDS):
-            if room_of(CODES, FORM, i) > 0:
-                s, t, size = _band(s, t, q[i - 1], page, start, left, n[i], dtype,
-                                   bits_of(i), room_of(CODES, FORM, i), F, PTX)
-                page += tl.multiple_of(size, 16)
+            s, t = _whole(s, t, q16, of_numbers, start // NUMBER, left, whole, K16)
+            page += tl.multiple_of(whole * (PAGE * NUMBER), 16)
+        if K8 > 0:
+            s, t = _even(s, t, q8, page, start, left, eight, dtype, 8, K8, F, PTX)
+            page += tl.multiple_of(eight * (PAGE + 2 * NUMBER), 16)
+        if K4 > 0:
+            s, t = _even(s, t, q4, page, start, left, four, dtype, 4, K4, F, PTX)
+            page += tl.multiple_of(four * (PAGE // 2 + 2 * NUMBER), 16)
+        if NARROW > 0:
+            s, t = _narrow(s, t, q, page, start, left, n[3], n[4], dtype, NARROW, F, PTX)
         s, t = _masked(s, token, left, N), _masked(t, token, left - HALF, N)
         # one step of the online softmax; the scale is positive, so the maximum may come before it
         new = tl.maximum(top, tl.maximum(tl.max(s, 2), tl.max(t, 2)) * scale)
@@ -396,12 +396,12 @@ def read(
 ):
     """Tokens [first, last) of a part whose pages have bands; the form for one width is `packed.read`.
 
-    count: channels at 16, 8 and 4 bits; width: those at 3 and 2 bits, then the number of the head's form; in bytes, the
-        lowest first
+    count: channels in 16, 8 and 4 bits; width: narrow ones, those of them with 3, and the number of the head's form;
+        ten bits each, the lowest first
     """
     N: tl.constexpr = 8 if F.ROWS <= 8 and acc.shape[0] == 16 else acc.shape[0]
-    n = (count & 0xFF, (count >> 8) & 0xFF, (count >> 16) & 0xFF, width & 0xFF, (width >> 8) & 0xFF)
-    form = width >> 16
+    n = (count & 1023, (count >> 10) & 1023, count >> 20, width & 1023, (width >> 10) & 1023)
+    form = width >> 20
     for i in tl.static_range(len(CODES.FORMS)):
         if form == i:
             a0, a1, a2, a3, top, sums = _sums(q_row, ok, index, layer, k_at, v_at, first, last, n, scale,
@@ -421,43 +421,75 @@ def _due(ring, slots, oldest, index, channel, n, D: tl.constexpr):
 
 
 @triton.jit
-def _put_keys(
-    ring, slots, oldest, index, n, lines, plane, scales,
-    BITS: tl.constexpr, OF: tl.constexpr, LOWER: tl.constexpr, D: tl.constexpr,
-):
-    """Write tokens into a plane of a band, of codes of OF bits those BITS above LOWER; the lowest's with scales."""
+def _coded(ring, slots, oldest, index, channel, n, top, D: tl.constexpr):
+    """Codes up to top [R], of two halves [HALF, R], and scales and zero points [R] of channels; see `_due`."""
     dtype: tl.constexpr = ring.dtype.element_ty
-    PARTS: tl.constexpr = 4 // BITS if BITS < 4 else 1
-    t = tl.arange(0, HALF)
-    for first in range(0, lines, AT_ONCE):
-        row = first + tl.arange(0, AT_ONCE)
-        there = row < lines
-        at = t[:, None] * lines + row[None, :]
-        byte = tl.zeros([HALF, AT_ONCE], tl.int32)
-        for i in tl.static_range(PARTS):
-            channel = i * lines + row
-            x, y = _due(ring, slots, oldest, index, tl.where(there, channel, n), n, D)
-            low = tl.minimum(tl.min(x.to(tl.float32), 0), tl.min(y.to(tl.float32), 0)).to(dtype)
-            high = tl.maximum(tl.max(x.to(tl.float32), 0), tl.max(y.to(tl.float32), 0)).to(dtype)
-            scale = _scale(low, high, OF)
-            code = _codes(x, scale[None, :], low[None, :], OF) >> LOWER & (2**BITS - 1)
-            later = _codes(y, scale[None, :], low[None, :], OF) >> LOWER & (2**BITS - 1)
-            if BITS == 8:
-                tl.store(plane + at, code.to(tl.uint8), mask=there[None, :])
-                tl.store(plane + at + HALF * lines, later.to(tl.uint8), mask=there[None, :])
-            byte |= code << (i * BITS) | later << (i * BITS + 4)
-            if LOWER == 0:
-                cell = channel // 2 * 4 + channel % 2
-                tl.store(scales + cell, scale, mask=there)
-                tl.store(scales + cell + 2, low, mask=there)
-        if BITS < 8:
-            tl.store(plane + at, byte.to(tl.uint8), mask=there[None, :])
+    x, y = _due(ring, slots, oldest, index, channel, n, D)
+    low = tl.minimum(tl.min(x.to(tl.float32), 0), tl.min(y.to(tl.float32), 0)).to(dtype)
+    high = tl.maximum(tl.max(x.to(tl.float32), 0), tl.max(y.to(tl.float32), 0)).to(dtype)
+    scale = _scale(low, high, top)
+    first = _codes(x, scale[None, :], low[None, :], top[None, :])
+    return first, _codes(y, scale[None, :], low[None, :], top[None, :]), scale, low
 
 
 @triton.jit
-def _put_whole(ring, slots, oldest, index, n, room, page, D: tl.constexpr):
-    """Write a group of tokens into a band of 16 bits."""
+def _put_scales(scales, number, scale, zero, there):
+    """Write scales and zero points [R] of the cells `number`."""
+    at = number // 2 * 4 + number % 2
+    tl.store(scales + at, scale, mask=there)
+    tl.store(scales + at + 2, zero, mask=there)
+
+
+@triton.jit
+def _put_even(
+    ring, slots, oldest, index, n, page, BITS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+):
+    """Write a group of tokens into a band of 8 or 4 bits."""
+    room = _room(n)
+    scales = (page + room * (PAGE * BITS // 8)).to(tl.pointer_type(ring.dtype.element_ty), bitcast=True)
     t = tl.arange(0, HALF)
+    for start in range(0, room, AT_ONCE):
+        row = start + tl.arange(0, AT_ONCE)
+        there = (row < room)[None, :]
+        top = tl.full([AT_ONCE], 2**BITS - 1.0, tl.float32)
+        first, later, scale, zero = _coded(ring, slots, oldest, index, row, n, top, D)
+        at = t[:, None] * room + row[None, :]
+        if BITS == 8:
+            tl.store(page + at, first.to(tl.uint8), mask=there)
+            tl.store(page + at + HALF * room, later.to(tl.uint8), mask=there)
+        else:
+            tl.store(page + at, (first | later << 4).to(tl.uint8), mask=there)
+        _put_scales(scales, row, scale, zero, row < room)
+
+
+@triton.jit
+def _put_narrow(ring, slots, oldest, index, n, third, page, D: tl.constexpr):
+    """Write a group of tokens into a narrow band; the parameters are those of `_narrow`."""
+    lines, of_third = _room(n) // 4, _room(third) // 4
+    upper = page + HALF * 2 * lines
+    scales = (upper + HALF * of_third).to(tl.pointer_type(ring.dtype.element_ty), bitcast=True)
+    t = tl.arange(0, HALF)[:, None]
+    for start in range(0, lines, AT_ONCE):
+        row = start + tl.arange(0, AT_ONCE)
+        there = row < lines
+        bits = tl.zeros([HALF, AT_ONCE], tl.int32)
+        for later in tl.static_range(2):  # channels 0 and 1 of a line, then 2 and 3
+            byte = tl.zeros([HALF, AT_ONCE], tl.int32)
+            for i in tl.static_range(2):
+                channel = tl.where(there, 4 * row + 2 * later + i, n)
+                top = tl.where(channel < third, 7.0, 3.0)
+                x, y, scale, zero = _coded(ring, slots, oldest, index, channel, n, top, D)
+                byte |= (x & 3) << 2 * i | (y & 3) << 2 * i + 4
+                bits |= (x >> 2) << 2 * i + later | (y >> 2) << 2 * i + later + 4
+                _put_scales(scales, (2 * i + later) * lines + row, scale, zero, there)
+            tl.store(page + t * (2 * lines) + (later * lines + row)[None, :], byte.to(tl.uint8), mask=there[None, :])
+        tl.store(upper + t * of_third + row[None, :], bits.to(tl.uint8), mask=(row < of_third)[None, :])
+
+
+@triton.jit
+def _put_whole(ring, slots, oldest, index, n, page, D: tl.constexpr):
+    """Write a group of tokens into a band of 16 bits."""
+    room, t = _room(n), tl.arange(0, HALF)
     for first in range(0, room, AT_ONCE):
         row = first + tl.arange(0, AT_ONCE)
         x, y = _due(ring, slots, oldest, index, row, n, D)
@@ -488,8 +520,8 @@ def _put_values(ring, slots, oldest, page, half: tl.constexpr, V: tl.constexpr, 
     else:
         cells = tl.reshape(x.to(tl.float32), [HALF, D // CELL, CELL])
         low, high = tl.min(cells, 2).to(dtype), tl.max(cells, 2).to(dtype)
-        scale = _scale(low, high, V)
-        code = tl.reshape(_codes(cells, scale[:, :, None], low[:, :, None], V), [HALF, D])
+        scale = _scale(low, high, 2**V - 1.0)
+        code = tl.reshape(_codes(cells, scale[:, :, None], low[:, :, None], 2**V - 1.0), [HALF, D])
         scales = (page + PAGE * D * V // 8).to(tl.pointer_type(dtype), bitcast=True)
         cell = tl.arange(0, D // CELL)[None, :] * PAGE + token[:, None]
         cell = cell // 2 * 4 + cell % 2
@@ -511,24 +543,6 @@ def _put_values(ring, slots, oldest, page, half: tl.constexpr, V: tl.constexpr, 
 
 
 @triton.jit
-def _put_band(
-    ring, slots, oldest, index, n, page, BITS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-):
-    """Write a group of tokens into a band of a page; returns its bytes."""
-    dtype: tl.constexpr = ring.dtype.element_ty
-    PLANE: tl.constexpr = first_plane(BITS)
-    room = (n + ROOM - 1) // ROOM * ROOM
-    if BITS == 16:
-        _put_whole(ring, slots, oldest, index, n, room, page.to(tl.pointer_type(dtype), bitcast=True), D)
-    else:
-        scales = (page + room * (PAGE * BITS // 8)).to(tl.pointer_type(dtype), bitcast=True)
-        _put_keys(ring, slots, oldest, index, n, room // 2 if PLANE == 2 else room, page, scales, PLANE, BITS, 0, D)
-        if BITS == 3:
-            _put_keys(ring, slots, oldest, index, n, room // 4, page + room * (PAGE // 4), scales, 1, BITS, 2, D)
-    return room * channel_of(dtype, PAGE, BITS)
-
-
-@triton.jit
 def _put_page(ring, slots, oldest, page, V: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
     """Write a group of tokens into a page of V."""
     first = _put_values(ring, slots, oldest, page, 0, V, D, PAGE)
@@ -545,7 +559,8 @@ def move(
 ):
     """Program (b, h): pack the due whole groups of row b's window behind those that head h holds; see `packed.move`.
 
-    bands: int32 [H, BANDS + 1], channels of every band, then the bits of V
+    The parameters are those of `packed.move`.
+    bands: int32 [H, 6], channels in 16, 8 and 4 bits, narrow ones, those of them with 3, and the bits of V
     """
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = tl.load(start_ptr + b)
@@ -559,24 +574,29 @@ def move(
             index += b * index_b + h * D
             ring_k += head * slots * D
             ring_v += head * slots * D
-            bands += h * (BANDS + 1)
-            width = tl.load(bands + BANDS)
+            bands += h * 6
+            whole, eight, four = tl.load(bands), tl.load(bands + 1), tl.load(bands + 2)
+            narrow, third, width = tl.load(bands + 3), tl.load(bands + 4), tl.load(bands + 5)
             length = tl.load(length_ptr + head)
             oldest, amount = (start % slots).to(tl.int32), due.to(tl.int32)
-            k_page = 0
-            for i in tl.static_range(BANDS):
-                k_page += (tl.load(bands + i) + ROOM - 1) // ROOM * (ROOM * channel_of(dtype, PAGE, bits_of(i)))
+            NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
+            k_page = page_bytes((whole, eight, four, narrow, third), NUMBER, PAGE)
             for at in range(0, amount, PAGE):
-                page = k + (length + at) // PAGE * k_page
+                page, first = k + (length + at) // PAGE * k_page, oldest + at
                 of = index
-                for i in tl.static_range(BANDS):
-                    n = tl.load(bands + i)
-                    page += _put_band(ring_k, slots, oldest + at, of, n, page, bits_of(i), D, PAGE)
-                    of += n
-                for i in tl.static_range(BANDS):
-                    if width == bits_of(i):
-                        page = v + (length + at) // PAGE * v_page_of(dtype, D, PAGE, bits_of(i))
-                        _put_page(ring_v, slots, oldest + at, page, bits_of(i), D, PAGE)
+                _put_whole(ring_k, slots, first, of, whole, page.to(tl.pointer_type(dtype), bitcast=True), D)
+                page += _room(whole) * (PAGE * NUMBER)
+                of += whole
+                _put_even(ring_k, slots, first, of, eight, page, 8, D, PAGE)
+                page += _room(eight) * (PAGE + 2 * NUMBER)
+                of += eight
+                _put_even(ring_k, slots, first, of, four, page, 4, D, PAGE)
+                page += _room(four) * (PAGE // 2 + 2 * NUMBER)
+                _put_narrow(ring_k, slots, first, of + four, narrow, third, page, D)
+                for i in tl.static_range(WIDTHS):
+                    if width == width_of(i):
+                        page = v + (length + at) // PAGE * v_page_of(dtype, D, PAGE, width_of(i))
+                        _put_page(ring_v, slots, first, page, width_of(i), D, PAGE)
             tl.debug_barrier()  # every thread has read the length before one of them changes it
             tl.store(length_ptr + head, length + due)
         tl.debug_barrier()  # and the start

@@ -382,18 +382,18 @@ def read(
 
 
 @triton.jit
-def _scale(low, high, BITS: tl.constexpr):
-    """(max - min) / (2^bits - 1), rounded to the model's dtype."""
-    return tl.div_rn(high.to(tl.float32) - low.to(tl.float32), 2**BITS - 1.0).to(low.dtype)
+def _scale(low, high, top):
+    """(max - min) / top, the largest code, rounded to the model's dtype."""
+    return tl.div_rn(high.to(tl.float32) - low.to(tl.float32), top).to(low.dtype)
 
 
 @triton.jit
-def _codes(x, scale, low, BITS: tl.constexpr):
-    """Codes of numbers x, in int32; scale and low have its shape."""
+def _codes(x, scale, low, top):
+    """Codes of numbers x up to top, in int32; scale, low and top have its shape."""
     step = tl.where(scale == 0.0, 1.0, scale.to(tl.float32))
     code = tl.div_rn(x.to(tl.float32) - low.to(tl.float32), step)
     code = (code + 12582912.0) - 12582912.0  # to the nearest whole number, of two that are as near the even one
-    return tl.minimum(code, 2**BITS - 1.0).to(tl.int32)
+    return tl.minimum(code, top).to(tl.int32)
 
 
 @triton.jit
@@ -420,19 +420,19 @@ def _put_keys(
         low = tl.minimum(low, tl.min(y.to(tl.float32), 0))
         high = tl.maximum(high, tl.max(y.to(tl.float32), 0))
     low, high = low.to(dtype), high.to(dtype)
-    scale = _scale(low, high, BITS)
-    code = _codes(x, scale[None, :], low[None, :], BITS)
+    scale = _scale(low, high, 2**BITS - 1.0)
+    code = _codes(x, scale[None, :], low[None, :], 2**BITS - 1.0)
     if BITS == 8:
         at = (half * HALF + t)[:, None] * width + row[None, :]
         tl.store(page + at, code.to(tl.uint8), mask=there[None, :])
         if CELL > HALF:
-            code = _codes(y, scale[None, :], low[None, :], BITS)
+            code = _codes(y, scale[None, :], low[None, :], 2**BITS - 1.0)
             tl.store(page + at + HALF * width, code.to(tl.uint8), mask=there[None, :])
     else:
         at = t[:, None] * width + row[None, :]
         code = code << (BEGIN * 2 + half * 4)
         if CELL > HALF:
-            code |= _codes(y, scale[None, :], low[None, :], BITS) << (BEGIN * 2 + 4)
+            code |= _codes(y, scale[None, :], low[None, :], 2**BITS - 1.0) << (BEGIN * 2 + 4)
         if half + BEGIN > 0:
             tl.debug_barrier()  # what is there has been written
             code |= tl.load(page + at, mask=there[None, :], other=0).to(tl.int32)
@@ -464,11 +464,11 @@ def _put_values(
             first = (place * LINES + line) // CELL * CELL  # of the cell
             whole = tl.load(ring + slot[:, None] * D + (first + within)[None, :]).to(tl.float32)
             low, high = tl.min(whole, 1).to(dtype), tl.max(whole, 1).to(dtype)
-            scale = _scale(low, high, BITS)
+            scale = _scale(low, high, 2**BITS - 1.0)
             x = whole
             if WIDTH < CELL:
                 x = tl.load(ring + slot[:, None] * D + (place * LINES + line + d)[None, :]).to(tl.float32)
-            code |= _codes(x, scale[:, None], low[:, None], BITS) << (place * BITS)
+            code |= _codes(x, scale[:, None], low[:, None], 2**BITS - 1.0) << (place * BITS)
             at = first // CELL * PAGE + token
             at = at // 2 * 4 + at % 2
             tl.store(scales + at, scale)
