@@ -3,9 +3,7 @@
 stage 1   minimise  d(H_full, H_scaled) + lambda ||alpha||_1   over alpha [L, H, D], from all ones
 stage 2   minimise  d(H_full, H_scaled)                        with beta = Top_{s%, r}(alpha), straight-through
 
-The distance d of teacher and student is the stage's objective, a class of `leank_train.objective`:
-||H_full - H_scaled||^2 (objective=l2, the paper's), or the KL divergence of the next-token distributions that the
-model's head makes of them (objective=kl).
+The distance d of teacher and student is the stage's objective, a class of `leank_train.objective`.
 """
 
 from collections.abc import Sequence

@@ -7,12 +7,7 @@ Eq. 1 changes answer rows only, so the context does not depend on alpha and need
     hidden  = student(model, prefix, teacher.cut(question_lengths), answers, lengths, alpha, sink=4, window=64, ...)
 
 Branch r continues document r // M. Token ids are padded on the right with any valid id. Lengths should be on the host,
-so that no pass waits for the GPU. What the attention layers do in each pass is one class (the protocol `hook.State`):
-
-    PrefillPass   documents                    causal attention by a library kernel; keeps K and V
-    FullPass      questions (and answers)      full attention over document and branch; keeps K and V: the teacher
-    ScaledPass    answers                      Eq. 1 over document, question and answer: the student
-
+so that no pass waits for the GPU. What the attention layers do in each pass is one class (the protocol `hook.State`).
 All but the first plan once which keys their rows read (`plan`), and attend by `fused.fused_attention`, which names the
 shapes, in every layer.
 """

@@ -1,8 +1,4 @@
-"""The KL objective: the divergence of the student's next-token distributions from the teacher's at the answer tokens.
-
-The paper's objective (`l2.l2_loss`) weighs all directions of hidden states alike. The model's output head W shows
-which of them decide the next token, so this objective compares softmax(W h_full) with softmax(W h_scaled).
-"""
+"""The KL objective: L2 weighs all directions of hidden states alike; the output head W shows which decide a token."""
 
 from typing import Any
 

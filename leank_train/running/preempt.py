@@ -28,15 +28,11 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
 class Signals:
-    """Listens for SIGNALS within its context.
-
-    requeues: how many times a job may put itself back into the queue.
-    kept: says what is saved and how to go on; received: the first signal that came, 0 if none.
-    agreed: whether the ranks have stopped a stage because of it.
-    """
+    """Listens for SIGNALS within its context; `kept` says what is saved and how to go on."""
 
     def __init__(self, requeues: int = 0, kept: Callable[[], str] | None = None) -> None:
-        self.requeues, self.received, self.agreed = requeues, 0, False
+        self.requeues = requeues  # how many times a job may put itself back into the queue
+        self.received, self.agreed = 0, False  # the first signal, 0 if none; whether ranks have stopped because of it
         self.kept = kept or (lambda: f"to go on: {again('leank_train')}")
         self._process = os.getpid()  # data workers inherit the handlers, and the signal is not for them
         self._at_once = False

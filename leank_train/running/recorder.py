@@ -31,8 +31,7 @@ def check_origin(state: object, of: list[str], path: str | Path, cure: str) -> N
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Checkpoints that appear whole or not at all; the one before the last is kept as `PREVIOUS`.
 
-    of: the stage and the config's fingerprint, which every checkpoint names.
-    shape: of the stage's scores.
+    Every checkpoint names stage and fingerprint of the config (`of`); shape: of the stage's scores.
     """
 
     def __init__(self, of: Sequence[str], shape: torch.Size) -> None:
@@ -71,24 +70,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class Recorder(L.Callback):
-    """The course of a stage. Checkpoints hold it, so a run that was stopped and continued has all of it.
-
-    every: steps between two histograms of alpha; steps: losses and learning rate of each step.
-    histograms: (step, channels per bin of alpha).
-    times: seconds of each step, with the wait for its data; the first one includes the set-up.
-    seconds: their sum.
-    peak_bytes: most memory that tensors of this process took on its GPU; 0 on a CPU.
-    looks: (step, loss) of each look at held-out documents, set at the end of a stage with early stopping.
-    """
+    """The course of a stage. Checkpoints hold it, so a run that was stopped and continued has all of it."""
 
     def __init__(self, every: int) -> None:
-        self.every = max(1, every)
-        self.steps: list[dict[str, float]] = []
-        self.histograms: list[tuple[int, list[int]]] = []
-        self.times: list[float] = []
-        self.seconds = 0.0
-        self.peak_bytes = 0
-        self.looks: list[tuple[int, float]] = []
+        self.every = max(1, every)  # steps between two histograms of alpha
+        self.steps: list[dict[str, float]] = []  # losses and learning rate of each step
+        self.histograms: list[tuple[int, list[int]]] = []  # (step, channels per bin of alpha)
+        self.times: list[float] = []  # seconds of each step, with the wait for its data; the first with the set-up
+        self.seconds = 0.0  # their sum
+        self.peak_bytes = 0  # most memory that tensors of this process took on its GPU; 0 on a CPU
+        self.looks: list[tuple[int, float]] = []  # (step, loss) at held-out documents, set at the end of a stage
 
     def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
         self._last = time.monotonic()
