@@ -1,11 +1,9 @@
 """Training batches: token ids of documents, questions and answers; a batch depends on its seed and step alone."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import lightning as L
 import torch
@@ -25,14 +23,14 @@ class Ragged(NamedTuple):
     lengths: Tensor  # [rows] on the host, where passes are planned (`forward.plan`)
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[int]]) -> Ragged:
+    def of(cls, rows: Sequence[Sequence[int]]) -> Self:
         """Pad rows of at least one token id."""
         ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
         return cls(ids, torch.tensor([len(row) for row in rows]))
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Ragged:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """A copy with the ids on another device; `non_blocking` is that of `Tensor.to`."""
-        return Ragged(self.ids.to(device, non_blocking=non_blocking), self.lengths)
+        return self._replace(ids=self.ids.to(device, non_blocking=non_blocking))
 
 
 class Batch(NamedTuple):
@@ -47,8 +45,8 @@ class Batch(NamedTuple):
         """Tokens of each prompt before its answer, [R] on the host."""
         return self.prompts.lengths - self.answers.lengths
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        return Batch(*(rows.to(device, non_blocking) for rows in self))
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        return type(self)(*(rows.to(device, non_blocking) for rows in self))
 
 
 def collate(backbone: Backbone, documents: Sequence[Document]) -> Batch:

@@ -5,12 +5,10 @@ belong to two holders, `kept` and `rest`, each a cache group of its own for vLLM
 cache of `kept`, so that vLLM hands every one of them the block table of that group.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
 import torch
@@ -159,7 +157,7 @@ class GroupStep:
     slots: Tensor  # int64 [tokens], the slots of the new positions
     step: Step | DeviceStep | None = None  # the step of both groups, once a layer has asked for it
 
-    def join(self, layout: PageLayout, rest: GroupStep, room: int) -> Step | DeviceStep:
+    def join(self, layout: PageLayout, rest: Self, room: int) -> Step | DeviceStep:
         """Make the step of both groups; self is that of `kept`, and room that of `prefill.batches`."""
         count, tables, slots = len(self.starts) - 1, (self.table, rest.table), (self.slots, rest.slots)
         decodes = decoding_first(self.starts, len(self.slots)) if self.table.is_cuda else 0

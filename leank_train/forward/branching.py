@@ -12,10 +12,9 @@ All but the first plan once which keys their rows read (`plan`), and attend by `
 shapes, in every layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -42,7 +41,7 @@ class Prefix:
     ranks: dist.ProcessGroup | None = None  # processes with a share of the P tokens; None: this has all
     mean_keys: Tensor | None = None  # [L, H, D], what has been subtracted from all keys (`center_`)
 
-    def center_(self, mean_keys: Tensor) -> Prefix:
+    def center_(self, mean_keys: Tensor) -> Self:
         """Subtract mean_keys [L, H, D] from the keys, in place: the students of this prefix prune towards the means.
 
         A softmax does not change if all keys lose the same vector. After that, Eq. 1 with k - mean is Eq. 1 with
@@ -70,7 +69,7 @@ class Branch:
     starts: Tensor  # [R] on the host, tokens of its document
     hidden: Tensor  # [R, T, hidden] after the final norm
 
-    def cut(self, lengths: Sequence[int] | Tensor) -> Branch:
+    def cut(self, lengths: Sequence[int] | Tensor) -> Self:
         """The first lengths [R] tokens of each branch, such as the question of a pass over question and answer."""
         lengths = checked_lengths(lengths, self.k_positions)
         longest = int(lengths.max())

@@ -8,8 +8,6 @@
 in a file of this folder makes `stage1.objective=cosine` a setting.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, TypeVar
@@ -20,9 +18,6 @@ from transformers import PreTrainedModel
 
 from leank.head import FLOAT16_FACTOR, check_head
 from leank.registry import import_all
-
-KNOWN: dict[str, type[Objective]] = {}
-O = TypeVar("O", bound="type[Objective]")  # noqa: E741
 
 
 class Objective(ABC):
@@ -52,6 +47,10 @@ class Objective(ABC):
         number of float16. Those of the paper's loss, a sum, would lie beyond its largest one.
         """
         return FLOAT16_FACTOR if self.model.dtype == torch.float16 and self.reduction == "official" else 1.0
+
+
+KNOWN: dict[str, type[Objective]] = {}
+O = TypeVar("O", bound=type[Objective])  # noqa: E741
 
 
 def objective(name: str) -> Callable[[O], O]:

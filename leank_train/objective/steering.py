@@ -5,9 +5,8 @@ a large one empties heads that matter. The right value changes with the objectiv
 lambda makes the mean score follow a line from 1 to 1 - ratio. `Separation` measures how far apart the scores ended.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -70,7 +69,7 @@ class Separation:
     margin: float  # median of the scores above the cut less the median of as many scores right below it, 0 to 1
 
     @classmethod
-    def of(cls, alpha: Tensor, ratio: float) -> Separation:
+    def of(cls, alpha: Tensor, ratio: float) -> Self:
         """Measure scores [L, H, D] that are cut at a pruning ratio in [0, 1)."""
         scores = alpha.detach().flatten().double().cpu().sort(descending=True).values
         kept = round(len(scores) * (1 - ratio))

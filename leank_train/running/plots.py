@@ -1,9 +1,6 @@
 """The pictures of a run: how the losses went, what alpha became, and which channels are kept."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -16,9 +13,7 @@ from leank.eval.report.style import PALETTE, SETTINGS, legend, png
 from leank.files import write_bytes
 from leank.mask import ChannelMask
 from leank.rotary import mean_by_pair
-
-if TYPE_CHECKING:
-    from leank_train.running.recorder import Recorder
+from leank_train.running.recorder import Recorder
 
 BLUE, ORANGE, GREEN = PALETTE[:3]
 MOST_NUMBERS = 512  # heads; a map of more of them shows colours alone

@@ -6,8 +6,6 @@ Ctrl-C does not wait for the end of the step. A handler starts no collective ope
 another one, and both would wait for ever.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -15,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import lightning as L
 import torch
@@ -78,7 +76,7 @@ class Signals:
             print(stopped("leank_train", self.received, self.kept()), file=sys.stderr, flush=True)
         raise SystemExit(0 if again else 128 + self.received)
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> Self:
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
         self.listen()
         return self
