@@ -1,7 +1,5 @@
 """Train a mask: python -m leank_train +experiment=reference_70pct."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Sequence
@@ -74,7 +72,6 @@ def fitted(given: DictConfig, named: Sequence[str], experiment: bool) -> tuple[D
 
     given: the configuration; one that `check` takes is returned as it is, and so is that of an experiment.
     named: settings and groups that the command line sets, which stay; documents of `data` do not set lengths.
-
     Raises BadConfig if what is left cannot work.
     """
     # seconds to import

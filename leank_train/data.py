@@ -1,15 +1,14 @@
 """Training batches: token ids of documents, questions and answers; a batch depends on its seed and step alone."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import lightning as L
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from leank.backbone import Backbone
 from leank.data_gen.task import HELD_OUT as HELD_OUT
@@ -18,45 +17,36 @@ from leank.data_gen.tasks import Mixture
 
 
 class Ragged(NamedTuple):
-    """Rows of token ids that differ in length.
+    """Rows of token ids that differ in length."""
 
-    ids: [rows, longest], padded on the right with 0.
-    lengths: [rows] on the host, where passes are planned (`forward.plan`).
-    """
-
-    ids: Tensor
-    lengths: Tensor
+    ids: Tensor  # [rows, longest], padded on the right with 0
+    lengths: Tensor  # [rows] on the host, where passes are planned (`forward.plan`)
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[int]]) -> Ragged:
+    def of(cls, rows: Sequence[Sequence[int]]) -> Self:
         """Pad rows of at least one token id."""
-        return cls(pad(rows), torch.tensor([len(row) for row in rows]))
+        ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        return cls(ids, torch.tensor([len(row) for row in rows]))
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Ragged:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """A copy with the ids on another device; `non_blocking` is that of `Tensor.to`."""
-        return Ragged(self.ids.to(device, non_blocking=non_blocking), self.lengths)
+        return self._replace(ids=self.ids.to(device, non_blocking=non_blocking))
 
 
 class Batch(NamedTuple):
-    """B documents with M questions each, R = B * M branches; all int64, ids padded on the right with 0.
+    """B documents with M questions each, R = B * M branches; all int64, ids padded on the right with 0."""
 
-    documents: [B, P], ids.
-    prompts: [R, T], ids of question, answer prefix and answer.
-    answers: [R, N], ids; the last tokens of the prompts.
-    """
-
-    documents: Ragged
-    prompts: Ragged
-    answers: Ragged
+    documents: Ragged  # [B, P], ids
+    prompts: Ragged  # [R, T], ids of question, answer prefix and answer
+    answers: Ragged  # [R, N], ids; the last tokens of the prompts
 
     @property
     def question_lengths(self) -> Tensor:
         """Tokens of each prompt before its answer, [R] on the host."""
         return self.prompts.lengths - self.answers.lengths
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """A copy with the ids on another device; `non_blocking` is that of `Tensor.to`."""
-        return Batch(*(rows.to(device, non_blocking) for rows in self))
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        return type(self)(*(rows.to(device, non_blocking) for rows in self))
 
 
 def collate(backbone: Backbone, documents: Sequence[Document]) -> Batch:
@@ -78,22 +68,8 @@ def collate(backbone: Backbone, documents: Sequence[Document]) -> Batch:
     return Batch(Ragged.of(contexts), Ragged.of(prompts), Ragged.of(answers))
 
 
-def pad(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return token ids [n, longest], padded on the right with 0."""
-    out = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = torch.tensor(row)
-    return out
-
-
 class Steps(torch.utils.data.Dataset):
-    """Batches of one rank, by the number of the step.
-
-    Documents are numbered step by step, and rank by rank within a step.
-
-    documents: documents per batch.
-    rank, world: number of the rank, and how many there are.
-    """
+    """Batches of one rank, by the number of the step; documents are numbered by step, and by rank within a step."""
 
     def __init__(self, backbone: Backbone, mixture: Mixture, documents: int, rank: int, world: int) -> None:
         self.backbone, self.mixture, self.documents = backbone, mixture, documents
@@ -108,8 +84,6 @@ class RetrievalData(L.LightningDataModule):
     """Batches of a task mixture, from the step of the checkpoint on.
 
     The ranks of a step take neighbouring documents, so W ranks with one document see what one rank with W sees.
-
-    documents: documents per step and rank.
     workers: processes that make batches; 0 makes them in this one.
     together: neighbouring ranks that share every context, and so see the same documents.
     """
@@ -142,9 +116,7 @@ class RetrievalData(L.LightningDataModule):
         return Steps(self.backbone, self.mixture, self.documents, rank // self.together, world // self.together)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the next step."""
         return {"start": self.trainer.global_step if self.trainer else self.start}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on at the step of the checkpoint."""
         self.start = state["start"]

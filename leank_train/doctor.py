@@ -6,8 +6,6 @@ MODEL is a folder, a name on the hub, or a shipped model. The bytes are those of
 the weights and the cache once a token, so the ratio of these bytes is what a step can gain at most.
 """
 
-from __future__ import annotations
-
 import argparse
 import warnings
 from collections.abc import Iterator, Sequence
@@ -92,12 +90,7 @@ def _unserved(config: PreTrainedConfig) -> Iterator[str]:
 
 
 def gains(config: PreTrainedConfig, weights: int, lengths: Sequence[int], batches: Sequence[int]) -> pd.DataFrame:
-    """Return one line per length and method: bytes of the cache, and how much faster a step can be at most.
-
-    weights: bytes that a step reads beside the cache.
-    lengths: tokens of a prompt.
-    batches: prompts that are decoded together.
-    """
+    """Return a line per length and method: bytes of the cache, and what a step that reads `weights` bytes can gain."""
     ends = dict(zip(("sink", "window"), sizes(config), strict=True))
     methods = {f"LeanK {100 * r:.0f}%": {"channels": {"name": "random", "ratio": r}} for r in RATIOS}
     methods |= {"KIVI 4 bits": {"bits": {"name": "kivi", "bits": 4}}}
@@ -146,10 +139,7 @@ def commands(name: str, config: PreTrainedConfig) -> list[str]:
 
 
 def examine(name: str, lengths: Sequence[int], batches: Sequence[int]) -> str:
-    """Return what the doctor says of a model.
-
-    name: a folder, a name on the hub, or a shipped model.
-    lengths: tokens of a prompt; empty takes some that the model can read.
+    """Return what the doctor says of a model; without lengths, of some that the model can read.
 
     Raises FileNotFoundError without a config, ValueError for one that is damaged.
     """

@@ -3,8 +3,6 @@
 A stage with patience ends once documents that it does not train on no longer gain from it.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -58,8 +56,7 @@ def memory_advice(when: str, settings: str) -> Iterator[None]:
 def calibrate(config: RunConfig, backbone: Backbone) -> Tensor:
     """Return the mean keys that stand for pruned channels (`ChannelMask.mean_keys`), [L, H, D] float32.
 
-    The mean is over the middle tokens, after RoPE, of documents of the run's own tasks that no step trains on.
-    The middle is what a reply's first token finds between sink and window. Every token counts alike.
+    The mean is over middle tokens, after RoPE, that a reply's first token finds in documents that no step trains on.
     """
     documents, pruning = config.mixture(backbone, per_length=config.data.documents), config.pruning
     total, tokens = torch.zeros(tuple(backbone.shape), dtype=torch.float64), 0
@@ -82,10 +79,7 @@ def calibrate(config: RunConfig, backbone: Backbone) -> Tensor:
 
 
 def first_look(config: StageConfig) -> int:
-    """Return the first step after which a stage may look at held-out documents.
-
-    Before it the scores have yet to fall, or the learning rate to rise: a mask of them says nothing of later ones.
-    """
+    """Return the first step after which a stage may look at held-out documents: scores have fallen, or lr risen."""
     return math.ceil(config.steps * (steering.FALL if config.lam == steering.AUTO else RISE))
 
 
@@ -98,12 +92,7 @@ class EarlyStop(L.Callback):
     """Every few steps, measures the mask that the scores give on held-out documents, and keeps the best scores.
 
     The stage ends after `patience` looks in a row that found nothing better. All ranks see the loss of all documents,
-    so they stop together. Checkpoints hold the looks and the best scores.
-
-    config: settings of the stage; it has patience.
-
-    looks: (step, loss) of each look.
-    best: scores [L, H, D] of the look with the smallest loss; None before the first look.
+    so they stop together. Checkpoints hold the looks (step, loss) and the best scores [L, H, D], None before a look.
     """
 
     def __init__(self, config: StageConfig) -> None:
@@ -114,7 +103,6 @@ class EarlyStop(L.Callback):
 
     @property
     def over(self) -> bool:
-        """Whether the stage is to end."""
         if not self.looks:
             return False
         since = len(self.looks) - 1 - self.looks.index(best_look(self.looks))
@@ -130,10 +118,7 @@ class EarlyStop(L.Callback):
             trainer.should_stop = True
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
-        """Look, if it is time.
-
-        Raises ValueError if the loss is not finite.
-        """
+        """Look, if it is time. Raises ValueError if the loss is not finite."""
         step = trainer.global_step
         if step < self.first or (step % self.config.heldout_every and step != trainer.max_steps):
             return
@@ -149,11 +134,9 @@ class EarlyStop(L.Callback):
             trainer.should_stop = True
 
     def state_dict(self) -> dict[str, object]:
-        """The looks so far, and the best scores."""
         return {"looks": self.looks, "best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after earlier looks."""
         self.looks, self.best = [(step, loss) for step, loss in state["looks"]], state["best"]
 
     def restore(self, stage: Stage) -> None:
@@ -164,12 +147,9 @@ class EarlyStop(L.Callback):
 
 
 def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: Signals) -> Recorder:
-    """Run one stage, go on from its checkpoint, or read what it left when it was done.
+    """Run one stage, go on from its checkpoint, or read what it left when it was done; its alpha is the result.
 
-    stage: learns in place; its alpha is the result.
-    name: "stage1" or "stage2".
-
-    Returns the course of the stage. Raises KeyboardInterrupt if the stage was interrupted before its end.
+    Returns its course. Raises KeyboardInterrupt if the stage was interrupted before its end.
     """
     config, recorder = current.config, Recorder(stage.config.steps // 20)
     folder = current.out / "checkpoints" / name
@@ -212,11 +192,7 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
                 log.info("%s ended at step %d; held-out loss %.4g at step %d", name, trainer.global_step, loss, at)
     stage.finish()
     if trainer.is_global_zero:
-        state = {
-            "of": of,
-            "alpha": stage.result.detach().cpu(),
-            "record": recorder.state_dict(),
-        }
+        state = {"of": of, "alpha": stage.result.detach().cpu(), "record": recorder.state_dict()}
         write_checkpoint(done, state)
     trainer.strategy.barrier()
     return recorder

@@ -4,8 +4,6 @@ A prompt is cut in front of its last piece, the chat template's end or the last 
 document that is prefilled, and the rest is the question that every branch begins with (`data_gen.tasks.prompts`).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator, Sequence

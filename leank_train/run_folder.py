@@ -1,7 +1,5 @@
 """The folder of a run: one run at a time writes into it, and its checkpoints belong to one config and its inputs."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator
@@ -26,22 +24,14 @@ REQUEUED = 120.0  # seconds that a requeued job waits for the lock of its predec
 
 @dataclass(frozen=True)
 class Run:
-    """A training run that has claimed its folder.
+    """A training run that has claimed its folder."""
 
-    config: the typed settings.
-    resolved: the same settings in built-in types, as config.yaml holds them.
-    fingerprint: of the settings.
-    out: the run directory.
-    first: whether this is the first of the run's processes, which alone writes results.
-    alone: whether it is the only one.
-    """
-
-    config: RunConfig
-    resolved: dict[str, object]
-    fingerprint: str
-    out: Path
-    first: bool
-    alone: bool
+    config: RunConfig  # the typed settings
+    resolved: dict[str, object]  # the same settings in built-in types, as config.yaml holds them
+    fingerprint: str  # of the settings
+    out: Path  # the run directory
+    first: bool  # whether this is the first of the run's processes, which alone writes results
+    alone: bool  # whether it is the only one
 
 
 @contextmanager
@@ -76,10 +66,9 @@ def claimed(config: RunConfig, resolved: dict[str, object], out: Path) -> Iterat
 
 
 def inputs(config: RunConfig, processes: int) -> dict[str, object]:
-    """Return what a mask depends on and the fingerprint does not hold, as JSON.
+    """Return as JSON what a mask depends on and the fingerprint does not hold.
 
-    That is the contents of files that settings name, the order of tasks, by which they are drawn, and how many
-    documents all processes have in a step.
+    That is the contents of files, the order in which tasks are drawn, and how many documents a step has in all.
     """
     data, model = config.data, config.model.name
     return {
@@ -93,10 +82,7 @@ def inputs(config: RunConfig, processes: int) -> dict[str, object]:
 
 
 def check_folder(run: Run, given: dict[str, object]) -> None:
-    """Raise BadConfig for a folder with checkpoints that this run must not use, or that others began.
-
-    given: the inputs of this run.
-    """
+    """Raise BadConfig for a folder with checkpoints that this run must not use, or that began with other inputs."""
     out = run.out
     if not (out / "checkpoints").exists():
         return

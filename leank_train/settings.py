@@ -4,8 +4,6 @@ Each group of the configuration is a class with its own checks. `check` adds tho
 The classes of stages, processes, model and logger stand where they are used.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -44,26 +42,16 @@ def need(fine: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class DataConfig(Checked):
-    """Training documents.
+    """Training documents."""
 
-    tasks: name of a task (data_gen.tasks) -> its share.
-    min_length, max_length: tokens of document, question and answer; lengths are drawn uniformly.
-    questions: questions per document; they share its prefill.
-    documents: documents per step and rank.
-    essays: text of the haystacks, see data_gen.haystack; None is the text shipped with the package.
-    text: a text of the user's own, of the same forms, which the tasks text and quote read in place of the essays.
-    prompts: JSONL of the user's own prompts, for the task prompts (`data_gen.tasks.prompts.read`); the dense model's
-        greedy replies are the answers (`leank_train.replies`).
-    """
-
-    tasks: Mapping[str, Annotated[float, Ge(0)]]
-    min_length: Positive
+    tasks: Mapping[str, Annotated[float, Ge(0)]]  # name of a task (data_gen.tasks) -> its share
+    min_length: Positive  # min_length, max_length: tokens of document, question and answer; lengths are drawn uniformly
     max_length: Positive
-    questions: Positive = 4
-    documents: Annotated[int, Ge(1), Le(4096)] = 1
-    essays: str | None = None
-    text: str | None = None
-    prompts: str | None = None
+    questions: Positive = 4  # questions per document; they share its prefill
+    documents: Annotated[int, Ge(1), Le(4096)] = 1  # documents per step and rank
+    essays: str | None = None  # text of the haystacks, see data_gen.haystack; None is the text shipped with the package
+    text: str | None = None  # a text of the user's own, which the tasks text and quote read in place of the essays
+    prompts: str | None = None  # JSONL of the user's own prompts, for the task prompts (`leank_train.replies`)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,24 +82,15 @@ class DataConfig(Checked):
 
 @dataclass(frozen=True)
 class ValidationConfig(Checked):
-    """Validation at the end of a run.
+    """Validation at the end of a run."""
 
-    samples: samples per task and length; 0 skips validation.
-    lengths: tokens of the samples.
-    tasks: names of tasks; None means RULER's eight NIAH tasks.
-    batch: documents that are prefilled and decoded together.
-    max_new_tokens: tokens of a reply; None means the task's own.
-    calibration: samples for the static norm mask.
-    heldout: documents of the tasks, and as many of natural text, for the verdict on the mask; 0 skips it.
-    """
-
-    samples: Annotated[int, Ge(0), Le(1_000_000)] = 8
-    lengths: Sequence[Positive] = ()
-    tasks: Annotated[Sequence[str], MinLen(1)] | None = None
-    batch: Positive = 1
-    max_new_tokens: Positive | None = None
-    calibration: Samples = 8
-    heldout: Annotated[int, Ge(0), Le(4096)] = 4
+    samples: Annotated[int, Ge(0), Le(1_000_000)] = 8  # samples per task and length; 0 skips validation
+    lengths: Sequence[Positive] = ()  # tokens of the samples
+    tasks: Annotated[Sequence[str], MinLen(1)] | None = None  # names of tasks; None means RULER's eight NIAH tasks
+    batch: Positive = 1  # documents that are prefilled and decoded together
+    max_new_tokens: Positive | None = None  # tokens of a reply; None means the task's own
+    calibration: Samples = 8  # samples for the static norm mask
+    heldout: Annotated[int, Ge(0), Le(4096)] = 4  # documents of the tasks, and of text, for the verdict; 0: none
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,16 +104,7 @@ class ValidationConfig(Checked):
 
 @dataclass(frozen=True)
 class RunConfig(Checked):
-    """A whole training run, conf/train/train.yaml.
-
-    name: part of the run directory's name, and the W&B group.
-    seed: of data and initialisation.
-    resume: whether to go on with what the run directory holds.
-    checkpoint_every: steps between checkpoints.
-    workers: processes that make data.
-    requeues: how often a Slurm job may put itself back into the queue.
-    extra_ratios: other pruning ratios, for each of which the scores of stage 1 also give a mask.
-    """
+    """A whole training run, conf/train/train.yaml."""
 
     model: ModelConfig
     data: DataConfig
@@ -144,12 +114,13 @@ class RunConfig(Checked):
     trainer: TrainerConfig
     validation: ValidationConfig
     logger: LoggerConfig = field(default_factory=LoggerConfig)
-    name: str = "leank"
-    seed: Seed = 1
-    resume: bool = True
-    checkpoint_every: Positive = 50
-    workers: Annotated[int, Ge(0), Le(1024)] = 1
-    requeues: Count = 50
+    name: str = "leank"  # part of the run directory's name, and the W&B group
+    seed: Seed = 1  # of data and initialisation
+    resume: bool = True  # whether to go on with what the run directory holds
+    checkpoint_every: Positive = 50  # steps between checkpoints
+    workers: Annotated[int, Ge(0), Le(1024)] = 1  # processes that make data
+    requeues: Count = 50  # how often a Slurm job may put itself back into the queue
+    # other pruning ratios, for each of which the scores of stage 1 also give a mask
     extra_ratios: Sequence[Annotated[Share, "it is a share of channels to prune, e.g. 0.9"]] = ()
 
     def __post_init__(self) -> None:
@@ -202,11 +173,7 @@ class RunConfig(Checked):
         )
 
     def mixture(self, backbone: Backbone, stage: str = "stage1", per_length: int = 1) -> Mixture:
-        """Return the training documents of a stage.
-
-        stage: "stage1" or "stage2".
-        per_length: neighbouring documents that share a length, as those of a step do.
-        """
+        """Return the documents of "stage1" or "stage2"; `per_length` neighbours share a length, as in a step."""
         data = self.data
         return Mixture(
             dict(data.tasks), backbone.tokenizer, data.min_length, data.max_length,
@@ -255,10 +222,7 @@ def check(given: DictConfig | Mapping[str, object]) -> RunConfig:
 
 
 def check_model(config: RunConfig, longest: dict[str, int]) -> None:
-    """Raise BadConfig if the model's own config does not fit the settings.
-
-    longest: name of a setting -> tokens of its longest sequence.
-    """
+    """Raise BadConfig if the model's config does not fit the settings, of which `longest` are tokens of sequences."""
     name = config.model.name
     model = backbones.load_config(name, config.model.overrides)
     kind = f"model.name={name} ({model.model_type})"

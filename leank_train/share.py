@@ -4,8 +4,6 @@ RUN is the folder of a training run, or a mask's file. Log in with `hf auth logi
 is shared by its own file, such as RUN/masks/mask_90pct.safetensors.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

@@ -3,12 +3,8 @@
 stage 1   minimise  d(H_full, H_scaled) + lambda ||alpha||_1   over alpha [L, H, D], from all ones
 stage 2   minimise  d(H_full, H_scaled)                        with beta = Top_{s%, r}(alpha), straight-through
 
-The distance d of teacher and student is the stage's objective, a class of `leank_train.objective`:
-||H_full - H_scaled||^2 (objective=l2, the paper's), or the KL divergence of the next-token distributions that the
-model's head makes of them (objective=kl).
+The distance d of teacher and student is the stage's objective, a class of `leank_train.objective`.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,61 +36,41 @@ OBJECTIVES = objectives()
 
 @dataclass(frozen=True)
 class StageConfig(Checked):
-    """Settings of one stage; `stage1` and `stage2` of conf hold the paper's values and name the official code's.
+    """Settings of one stage; `stage1` and `stage2` of conf hold the paper's values and name the official code's."""
 
-    steps: optimizer steps; 0 skips the stage.
-    lr: Adam's learning rate, or "auto", which chooses it and Adam's momentum by the number of steps.
-    schedule: of the learning rate; see `distill.lr_factor`.
-    reduction: of the distance; see `l2.l2_loss`.
-    clamp: whether alpha stays in [0, 1].
-    empty_heads: "drop" or "zero", what Eq. 1 does for a head without channels.
-    lam: stage 1's lambda, or "auto", which steers it to the pruning ratio.
-    l1: stage 1's penalty; see `distill.l1_penalty`.
-    straight_through: stage 2's gradient; see `distill.straight_through`.
-    objective: the distance, a name in `leank_train.objective` such as "l2" (hidden states) or "kl" (next tokens).
-    patience: looks at held-out documents in a row without a gain, after which the stage ends; 0 never looks.
-    heldout_every: steps between two looks.
-    heldout_documents: held-out documents, of all ranks together.
-    """
-
-    steps: Count
+    steps: Count  # optimizer steps; 0 skips the stage
+    # Adam's learning rate, or "auto", which chooses it and Adam's momentum by the number of steps
     lr: Annotated[float, Gt(0), Le(1), "scores lie in [0, 1], and the paper has 0.02"] | Auto
-    schedule: Annotated[str, OneOf(*distill.SCHEDULES)] = "official"
-    reduction: Annotated[str, OneOf(*distill.REDUCTIONS)] = "official"
-    clamp: bool = True
-    empty_heads: Annotated[str, OneOf(*EMPTY_HEADS)] = "zero"
-    lam: Annotated[float, Ge(0), Le(1000), "the paper has 0.06"] | Auto = 0.0
-    l1: Annotated[str, OneOf(*distill.L1_FORMS)] = "mean"
-    straight_through: Annotated[str, OneOf(*distill.STRAIGHT_THROUGH)] = "binary"
-    objective: Annotated[str, OneOf(*OBJECTIVES)] = "l2"
-    patience: Count = 0
-    heldout_every: Positive = 20
-    heldout_documents: Positive = 8
+    schedule: Annotated[str, OneOf(*distill.SCHEDULES)] = "official"  # of the learning rate; see `distill.lr_factor`
+    reduction: Annotated[str, OneOf(*distill.REDUCTIONS)] = "official"  # of the distance; see `l2.l2_loss`
+    clamp: bool = True  # whether alpha stays in [0, 1]
+    empty_heads: Annotated[str, OneOf(*EMPTY_HEADS)] = "zero"  # what Eq. 1 does for a head without channels
+    lam: Annotated[float, Ge(0), Le(1000), "the paper has 0.06"] | Auto = 0.0  # "auto" steers it to the pruning ratio
+    l1: Annotated[str, OneOf(*distill.L1_FORMS)] = "mean"  # stage 1's penalty; see `distill.l1_penalty`
+    straight_through: Annotated[str, OneOf(*distill.STRAIGHT_THROUGH)] = "binary"  # see `distill.straight_through`
+    objective: Annotated[str, OneOf(*OBJECTIVES)] = "l2"  # a name in `leank_train.objective`
+    patience: Count = 0  # looks at held-out documents in a row without a gain that end the stage; 0 never looks
+    heldout_every: Positive = 20  # steps between two looks
+    heldout_documents: Positive = 8  # held-out documents, of all ranks together
 
 
 @dataclass(frozen=True)
 class PruningConfig(Checked):
-    """The mask to learn.
+    """The mask to learn."""
 
-    ratio: share of K channels to prune.
-    align: every head keeps a multiple of this number of channels.
-    rounding: see `ChannelMask.from_scores`.
-    sink, window: first and last tokens that keep all channels.
-    compensation: what a pruned channel has in the middle: "none" is 0 (the paper), "mean" its mean over calibration
-        documents (`ChannelMask.mean_keys`), which a mask's file then holds.
-    nested: other ratios for which stage 1 orders the channels, so that the mask of a higher ratio is part of that of a
-        lower one; none is the paper's way. With `bytes`, other budgets.
-    bytes: a budget, the share of dense's bytes that the middle may take; it makes the run learn a layout of bits
-        (`leank_train.layouts`) and not a mask, so that `ratio` and `rounding` have no effect. None is the paper's way.
-    """
-
-    ratio: Annotated[Share, "it is the share of channels to prune, e.g. 0.7"]
-    align: Positive = 32
-    rounding: Annotated[str, OneOf(*ROUNDINGS)] = "exact"
-    sink: Count = 128
+    ratio: Annotated[Share, "it is the share of channels to prune, e.g. 0.7"]  # share of K channels to prune
+    align: Positive = 32  # every head keeps a multiple of this number of channels
+    rounding: Annotated[str, OneOf(*ROUNDINGS)] = "exact"  # see `ChannelMask.from_scores`
+    sink: Count = 128  # sink, window: first and last tokens that keep all channels
     window: Positive = 1024
+    # what a pruned channel has in the middle: "none" is 0 (the paper), "mean" its mean over calibration documents
+    # (`ChannelMask.mean_keys`), which a mask's file then holds
     compensation: Annotated[str, OneOf("none", "mean")] = "none"
+    # other ratios for which stage 1 orders the channels, so that the mask of a higher ratio is part of that of a lower
+    # one; none is the paper's way. With `bytes`, other budgets.
     nested: Sequence[Annotated[Share, "it is a share of channels to prune, e.g. 0.9"]] = ()
+    # a budget, the share of dense's bytes that the middle may take; it makes the run learn a layout of bits
+    # (`leank_train.layouts`) and not a mask, so that `ratio` and `rounding` have no effect. None is the paper's way.
     bytes: Annotated[float, Gt(0), Le(1), "it is a share of dense's bytes, e.g. 0.3"] | None = None
 
     @property
@@ -111,13 +87,10 @@ class PruningConfig(Checked):
 def read(
     model: PreTrainedModel, batch: Batch, kernel: str, mean_keys: Tensor | None, ranks: dist.ProcessGroup | None = None
 ) -> tuple[Prefix, Branch, Tensor]:
-    """Read a batch once, whatever scores its students have.
+    """Read a batch once, whatever scores its students have: documents, questions, the teacher's answers [R, N, hidden].
 
-    kernel: of the prefill.
-    mean_keys: [L, H, D], what stands for pruned channels; None for 0.
+    kernel: of the prefill; mean_keys: [L, H, D], what stands for pruned channels; None for 0.
     ranks: the processes that hold a share of each document; None if this one holds all.
-
-    Returns the documents, the questions, and the teacher's rows of the answers, [R, N, hidden].
     """
     documents, prompts = batch.documents, batch.prompts
     if ranks:
@@ -145,11 +118,8 @@ class Stage(L.LightningModule):
         parallel: TrainerConfig | None = None,
         mean_keys: Tensor | None = None,
     ) -> None:
-        """Make alpha, the only parameter.
+        """Make alpha, the only parameter: a copy of scores [L, H, D], ones by default.
 
-        backbone: the frozen decoder.
-        pruning: the mask to learn.
-        alpha: scores to start from, [L, H, D]; ones by default.
         parallel: how processes share the work; one process by default.
         mean_keys: [L, H, D], what stands for pruned channels; 0 by default.
         """
@@ -190,10 +160,7 @@ class Stage(L.LightningModule):
         return self.alpha.new_zeros(())
 
     def distillation(self, batch: Batch, beta: Tensor | None = None) -> Tensor:
-        """Return the distance of student and teacher at the answer tokens, by the stage's objective.
-
-        beta: a mask, bool [L, H, D], to measure as it is deployed; by default the student has the stage's scores.
-        """
+        """Return the distance of student and teacher at the answer tokens; beta [L, H, D]: a mask as it is deployed."""
         model = self.backbone.model
         prefix, question, full = read(model, batch, self.parallel.prefill_kernel, self.mean_keys, self.ranks)
         return self.objective.distance(full, self.student(prefix, question, batch, beta), batch.answers.lengths)
@@ -235,9 +202,7 @@ class Stage(L.LightningModule):
     def _over_ranks(self, batch: Batch, loss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Weigh this rank's loss, so that the mean over ranks is the loss of all their documents in one batch.
 
-        DDP gives every rank the same weight, but the loss is a mean over answer tokens (or sequences), and ranks have
-        different numbers of them.
-
+        DDP gives every rank the same weight, and ranks differ in answer tokens, which the loss is a mean over.
         Returns the weighed loss, its mean over ranks, and the document tokens of all ranks.
         """
         tokens = to_device(batch.documents.lengths.sum().float(), loss.device)
@@ -279,7 +244,6 @@ class Stage1(Stage):
     path: Tensor
 
     def __init__(self, *given: Any, **more: Any) -> None:
-        """Make alpha and lambda; see `Stage`."""
         super().__init__(*given, **more)
         if self.pruning.nested:
             self.register_buffer("path", torch.zeros_like(self.alpha))  # the sum of alpha over the steps
@@ -289,21 +253,15 @@ class Stage1(Stage):
             self.lam = float(self.config.lam)
 
     def penalty(self) -> Tensor:
-        """Return lambda ||alpha||_1."""
         return self.lam * distill.l1_penalty(self.alpha, self.config.l1)
 
     def finish(self) -> None:
-        """For nested ratios, score each channel by its mean over the stage, in which the mean of all falls to the end.
-
-        The last scores tell which channels stay at the highest ratio, and are 0 for most others. The mean over the fall
-        also tells in which order the others went.
-        """
+        """For nested ratios, score a channel by its mean over the stage, which tells in what order they fell."""
         if self.pruning.nested:
             with torch.no_grad():
                 self.alpha.copy_(self.path / self.config.steps)
 
     def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:
-        """Return the loss of one batch, and its lambda."""
         found = super().training_step(batch, index)
         lam = self.lam.clone() if isinstance(self.lam, Tensor) else self.alpha.new_full((), self.lam)
         self.log("stage1/lam", lam)

@@ -1,7 +1,5 @@
 """A training run, from a Hydra config to a filled run directory: stage 1, stage 2, masks, validation, plots."""
 
-from __future__ import annotations
-
 import logging
 import time
 from pathlib import Path
@@ -42,42 +40,27 @@ log = logging.getLogger("leank_train")
 
 
 class Metrics(TypedDict, total=False):
-    """The results of a training run; a run without validation has no "validation".
+    """The results of a training run; a run without validation has no "validation"."""
 
-    pruning_ratio: share of K channels that the mask prunes.
-    bytes: share of dense's bytes that the middle of a layout of bits takes.
-    empty_heads, heads: KV heads without kept channels, and all KV heads.
-    separation: how far stage 1 has driven the scores apart (`Separation.metrics`).
-    distillation: stage -> distillation loss of its last step.
-    heldout: stage with early stopping -> "step" and "loss" of its best look, and the step at which it "ended".
-    verdict: KL to dense of the mask and of those that it has to beat, and doubts (`leank_train.verdict`).
-    seconds: phase -> seconds.
-    config: fingerprint of the settings.
-    """
-
-    pruning_ratio: float
-    bytes: float
-    empty_heads: int
+    pruning_ratio: float  # share of K channels that the mask prunes
+    bytes: float  # share of dense's bytes that the middle of a layout of bits takes
+    empty_heads: int  # empty_heads, heads: KV heads without kept channels, and all KV heads
     heads: int
     alpha_mean: float
-    separation: dict[str, float]
-    distillation: dict[str, float]
-    heldout: dict[str, dict[str, float]]
-    verdict: dict[str, object]
-    seconds: dict[str, float]
-    config: str
+    separation: dict[str, float]  # how far stage 1 has driven the scores apart (`Separation.metrics`)
+    distillation: dict[str, float]  # stage -> distillation loss of its last step
+    heldout: dict[str, dict[str, float]]  # stage -> "step" and "loss" of its best look, and where it "ended"
+    verdict: dict[str, object]  # KL to dense of the mask and of its rivals, and doubts (`verdict`)
+    seconds: dict[str, float]  # phase -> seconds
+    config: str  # fingerprint of the settings
     validation: Validation
 
 
 def run(given: DictConfig, out: Path, signals: Signals | None = None) -> Metrics:
     """Train a mask into the folder `out`, or go on with what is there.
 
-    given: the configuration, conf/train/train.yaml.
-    out: the run directory; it is made if needed.
     signals: ends the run with a checkpoint (SystemExit) at the first step after a signal; None listens to none.
-
     Returns the metrics of metrics.json in the first process, and an empty dictionary in every other.
-
     Raises BadConfig for settings that cannot work, BlockingIOError if another run is writing into `out`.
     """
     resolved = plain(given)
@@ -231,8 +214,6 @@ def save_masks(
     """Write the mask, the scores, the masks that stage 1 alone gives, and those at other ratios.
 
     scores1, alpha: scores [L, H, D] after stage 1 and stage 2.
-    means: mean keys of the run's calibration, for every mask; None for none.
-
     Returns those that the verdict compares, by name: `MASK`, the mask of the run, `STAGE1`, and other ratios.
     """
     config, pruning, out = current.config, current.config.pruning, current.out
@@ -267,7 +248,6 @@ def save_layouts(
     """Write the masks of all budgets, and beside learned ones those of the closed form, and equal bits everywhere.
 
     losses: of the layouts; closed: of the closed form, the same ones if nothing was learned.
-
     Returns those that the verdict compares, by name; `MASK` has the budget `pruning.bytes`.
     """
     pruning, found = current.config.pruning, {}
@@ -287,10 +267,7 @@ def save_layouts(
 
 
 def pronounce(current: Run, backbone: Backbone, masks: dict[str, ChannelMask], metrics: Metrics) -> None:
-    """Compare the mask with others on held-out documents: figures go into the masks' files, doubts into the log, too.
-
-    masks: see `save_masks`.
-    """
+    """Compare masks on held-out documents: figures go into the masks' files, doubts into the log, too."""
     started, config, out = time.monotonic(), current.config, current.out
     verdict = judge(config, backbone, masks)
     if verdict is None:

@@ -4,8 +4,6 @@ The learned mask is compared with dense, ThinK and the masks that need no traini
 their differences are paired.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -33,16 +31,11 @@ UNSEEN = 1_000_003  # added to the seed of a run: validation samples have seeds 
 
 
 class Validation(TypedDict):
-    """Scores of validation, %.
+    """Scores of validation, %."""
 
-    recall: method -> task, or "average" -> score.
-    leank_minus: method -> the points by which the learned mask is above it (mean), and its interval (low, high).
-    samples: how many were scored: "per_task_and_length", and the "lengths".
-    """
-
-    recall: dict[str, dict[str, float]]
-    leank_minus: dict[str, dict[str, float]]
-    samples: dict[str, int | list[int]]
+    recall: dict[str, dict[str, float]]  # method -> task, or "average" -> score
+    leank_minus: dict[str, dict[str, float]]  # method -> points of the learned mask above it (mean, low, high)
+    samples: dict[str, int | list[int]]  # how many were scored: "per_task_and_length", and the "lengths"
 
 
 def validate(config: RunConfig, backbone: Backbone, mask: ChannelMask, out: Path) -> Validation:
@@ -81,10 +74,7 @@ def benchmark(config: RunConfig) -> Ruler:
 
 
 def compared(config: RunConfig, mask: ChannelMask) -> list[Method]:
-    """Return what is compared; all prune the same share of channels, but for dense.
-
-    A layout of bits is compared with KIVI's 4 and 2 bits everywhere.
-    """
+    """Return what is compared at one share of channels, but for dense; a layout of bits with KIVI's 4 and 2 bits."""
     ratio, sizes = config.pruning.ratio, {"sink": config.pruning.sink, "window": config.pruning.window}
     if mask.precision is not None:
         sizes["flush"], kivi = GROUP, {"name": "kivi", "group": math.gcd(32, mask.keep.shape[-1])}

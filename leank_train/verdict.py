@@ -7,8 +7,6 @@ at equal bytes, equal bits everywhere, and no middle. A mask that one of them be
 the mask's file says so whenever it is loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -43,16 +41,11 @@ Losses = Mapping[str, Mapping[str, list[float]]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """KL to dense under each mask.
+    """KL to dense under each mask."""
 
-    losses: of each document; the same documents under every mask.
-    ratios: name -> pruning ratio, of the masks of this run.
-    bytes: name -> share of dense's bytes, of the layouts of this run, which has no ratios then.
-    """
-
-    losses: Losses
-    ratios: Mapping[str, float]
-    bytes: Mapping[str, float] = field(default_factory=dict)
+    losses: Losses  # of each document; the same documents under every mask
+    ratios: Mapping[str, float]  # name -> pruning ratio, of the masks of this run
+    bytes: Mapping[str, float] = field(default_factory=dict)  # name -> share of dense's bytes, of layouts
 
     @property
     def metrics(self) -> dict[str, object]:
@@ -76,25 +69,23 @@ class Verdict:
             yield f"{where}, worse than with no middle at all ({without:.2g}); train longer or at a lower ratio"
         elif kind == TASKS and mine > max(NEGLIGIBLE, LEAST_GAIN * without):
             yield f"{where}, and {without:.2g} with no middle at all: it has collapsed; train a lower ratio"
-        if FREQUENCIES in self.losses and self.beats(FREQUENCIES, MASK, kind):
-            other = self._mean(FREQUENCIES, kind)
-            yield f"{where}, and {other:.2g} with the lowest frequencies, which cost no training; raise stage1.steps"
-        if STAGE1 in self.losses and self.beats(STAGE1, MASK, kind):
-            other = self._mean(STAGE1, kind)
-            yield f"{where}, and {other:.2g} without stage 2: use the mask in stage1/, or lower stage2.lr"
+        rivals = {
+            FREQUENCIES: "with the lowest frequencies, which cost no training; raise stage1.steps",
+            STAGE1: "without stage 2: use the mask in stage1/, or lower stage2.lr",
+        }
         for name, ratio in sorted(self.ratios.items(), key=lambda item: item[1]):
-            if ratio > self.ratios[MASK] and self.beats(name, MASK, kind):
-                other = self._mean(name, kind)
-                yield f"{where}, and {other:.2g} at ratio={ratio:g}, which prunes more: use masks/{name}.safetensors"
+            if ratio > self.ratios[MASK]:
+                rivals[name] = f"at ratio={ratio:g}, which prunes more: use masks/{name}.safetensors"
         for name, share in sorted(self.bytes.items(), key=lambda item: -item[1]):
-            if (share < self.bytes[MASK] or name == CLOSED_FORM) and self.beats(name, MASK, kind):
-                other = self._mean(name, kind)
-                yield f"{where}, and {other:.2g} at bytes={share:.3g} with {name}: use masks/{name}.safetensors"
+            if share < self.bytes[MASK] or name == CLOSED_FORM:
+                rivals[name] = f"at bytes={share:.3g} with {name}: use masks/{name}.safetensors"
+        for name, how in rivals.items():
+            if name in self.losses and self.beats(name, MASK, kind):
+                yield f"{where}, and {self._mean(name, kind):.2g} {how}"
 
     def beats(self, one: str, other: str, kind: str) -> bool:
         """Whether a mask is better than another on every resample of the documents, all but 2.5% of them."""
-        pairs = zip(self.losses[other][kind], self.losses[one][kind], strict=True)
-        differences = [a - b for a, b in pairs]
+        differences = [a - b for a, b in zip(self.losses[other][kind], self.losses[one][kind], strict=True)]
         return stats.interval([differences])[0] > NEGLIGIBLE
 
     def _mean(self, name: str, kind: str) -> float:
@@ -102,11 +93,9 @@ class Verdict:
 
 
 def judge(config: RunConfig, backbone: Backbone, masks: Mapping[str, ChannelMask]) -> Verdict | None:
-    """Measure the masks of a run and those that they have to beat.
+    """Measure the masks of a run, by name, and those that they have to beat.
 
-    masks: name -> mask; `MASK` and `STAGE1` are among them, and others have higher or lower ratios. With layouts of
-        bits there is no `STAGE1`, and others have more or fewer bytes.
-
+    masks: `MASK`, `STAGE1`, and others of higher or lower ratios; with layouts of bits no `STAGE1`, and other bytes.
     Returns None where it cannot be measured by one process (shared weights or contexts), or the model has no head.
     """
     documents = config.validation.heldout

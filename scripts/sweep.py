@@ -8,8 +8,6 @@ A member is judged by its result file, metrics.json, which a run writes last: Sl
 raised. Without Slurm a member that is still at work counts as failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess
@@ -40,16 +38,13 @@ OF_DENSE = ("model.", "validation.")  # the settings that a dense score depends 
 
 @dataclass(frozen=True)
 class Member:
-    """One run of a sweep: its overrides, its folder once it started, its job's number and log, and what became of it.
-
-    state: done | failed | not started, or Slurm's word for a job in its queue (running, pending, ..).
-    """
+    """One run of a sweep: its overrides, folder once it started, job's number and log, and what became of it."""
 
     overrides: tuple[str, ...]
     folder: Path | None
     job: str | None
     log: Path | None
-    state: str
+    state: str  # done | failed | not started, or Slurm's word for a job in its queue (running, pending, ..)
 
     @property
     def lost(self) -> bool:

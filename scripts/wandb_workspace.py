@@ -34,10 +34,7 @@ PANELS: dict[str, list[tuple[str, str, list[str]]]] = {
 
 
 def workspace(project: str) -> workspaces.Workspace:
-    """PANELS as a W&B workspace of "ENTITY/PROJECT", not yet saved; runs are grouped by sweep.
-
-    Raises SystemExit for another form of `project`.
-    """
+    """PANELS as a W&B workspace of "ENTITY/PROJECT", not yet saved; runs are grouped by sweep."""
     import wandb_workspaces.reports.v2 as reports
     import wandb_workspaces.workspaces as workspaces
 

@@ -22,16 +22,11 @@ LOGITS = 2**24  # of generated positions that are computed at a time: 64 MiB in 
 
 @dataclass(frozen=True)
 class Places:
-    """Positions of R requests and where the group `rest` holds them.
+    """Positions of R requests and where the group `rest` holds them."""
 
-    at: int64 [R, S], positions, 0 where there is none
-    real: bool [R, S], whether there is one
-    block, token: int64 [R, S], the page, and the token in it
-    """
-
-    at: Tensor
-    real: Tensor
-    block: Tensor
+    at: Tensor  # int64 [R, S], positions, 0 where there is none
+    real: Tensor  # bool [R, S], whether there is one
+    block: Tensor  # block, token: int64 [R, S], the page, and the token in it
     token: Tensor
 
     def only_real(self) -> Self:
@@ -41,54 +36,34 @@ class Places:
 
 @dataclass(frozen=True)
 class DecodingRequests:
-    """The requests of a step with one new position each.
+    """The requests of a step with one new position each."""
 
-    rows: int64 [R], their rows in the step's tokens
-    blocks: int64 [R, n], their pages of `kept`
-    seen: bool [R, n * block], whether there is a token in each place of these pages
-    whole: the positions of sink and window, the new one included
-    """
-
-    rows: Tensor
-    blocks: Tensor
-    seen: Tensor
-    whole: Places
+    rows: Tensor  # int64 [R], their rows in the step's tokens
+    blocks: Tensor  # int64 [R, n], their pages of `kept`
+    seen: Tensor  # bool [R, n * block], whether there is a token in each place of these pages
+    whole: Places  # the positions of sink and window, the new one included
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A request of a step with several new positions.
+    """A request of a step with several new positions."""
 
-    rows: their rows in the step's tokens
-    first: the first new position; all before it are in pages
-    generated: how many of the new positions the model generated before; the request had been preempted
-    blocks: int64 [n], pages of `kept` of the positions before `first`
-    whole: the positions before `first` in sink and window, R = 1
-    """
-
-    rows: slice
-    first: int
-    generated: int
-    blocks: Tensor
-    whole: Places
+    rows: slice  # their rows in the step's tokens
+    first: int  # the first new position; all before it are in pages
+    generated: int  # how many of the new positions the model generated before; the request had been preempted
+    blocks: Tensor  # int64 [n], pages of `kept` of the positions before `first`
+    whole: Places  # the positions before `first` in sink and window, R = 1
 
 
 @dataclass
 class Step:
-    """What one step computes; it is made once, and every layer reads it.
+    """What one step computes; it is made once, and every layer reads it."""
 
-    layout: the page layout
-    starts: [R + 1], the first row of each request in the step's tokens
-    ends: [R], positions of each request once the step is done
-    prompts: [R], tokens of each prompt
-    kept, rest: int [R, blocks], block tables; what the step makes lies on their device
-    """
-
-    layout: PageLayout
-    starts: list[int]
-    ends: list[int]
-    prompts: list[int]
-    kept: Tensor
+    layout: PageLayout  # the page layout
+    starts: list[int]  # [R + 1], the first row of each request in the step's tokens
+    ends: list[int]  # [R], positions of each request once the step is done
+    prompts: list[int]  # [R], tokens of each prompt
+    kept: Tensor  # kept, rest: int [R, blocks], block tables; what the step makes lies on their device
     rest: Tensor
 
     @property
@@ -140,11 +115,7 @@ def slots_of(group: PageGroup, table: Tensor, at: Tensor) -> Tensor:
 
 
 def places(layout: PageLayout, table: Tensor, first: Tensor, end: Tensor) -> Places:
-    """Where `rest` holds what steps from position `first` on read whole, up to position `end`.
-
-    table: int64 [R, blocks]
-    first, end: int64 [R]
-    """
+    """Where `rest` [R, blocks] holds what steps from position `first` [R] on read whole, up to position `end` [R]."""
     window = torch.clamp(first - layout.window, min=layout.sink)
     sink = torch.arange(layout.sink, device=table.device).expand(len(first), -1)
     longest = max(0, int((end - window).max()))
@@ -158,10 +129,7 @@ def places(layout: PageLayout, table: Tensor, first: Tensor, end: Tensor) -> Pla
 def attend(step: Step, layer: int, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, scaling: float, out: Tensor) -> None:
     """Write a step's attention to `out`; the step's tokens are in pages already.
 
-    pages: [blocks, page_columns]
-    q, out: [tokens, Hq, D]
-    k, v: [tokens, H, D], from the projections
-    scaling: factor of the logits
+    pages: [blocks, page_columns]; q, out: [tokens, Hq, D]; k, v: [tokens, H, D], from the projections
     """
     if step.decoding is not None:
         rows = step.decoding.rows
@@ -174,11 +142,7 @@ def attend(step: Step, layer: int, pages: Tensor, q: Tensor, k: Tensor, v: Tenso
 def decode(layout: PageLayout, layer: int, pages: Tensor, q: Tensor, step: DecodingRequests, scaling: float) -> Tensor:
     """Attention of R requests with one new position each, which is in pages already.
 
-    pages: [blocks, page_columns]
-    q: [R, Hq, D]
-    scaling: factor of the logits
-
-    Returns [R, Hq, D] in q's dtype, computed in at least fp32.
+    pages: [blocks, page_columns]; q: [R, Hq, D]. Returns [R, Hq, D] in q's dtype, computed in at least fp32.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     of_kept, of_rest = (group.layers[layer] for group in (layout.kept, layout.rest))
@@ -208,13 +172,7 @@ def decode(layout: PageLayout, layer: int, pages: Tensor, q: Tensor, step: Decod
 def prefill(
     layout: PageLayout, layer: int, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Chunk, scaling: float
 ) -> Tensor:
-    """Attention of one request's new positions, whose K and V come from the projections.
-
-    q: [n, Hq, D]
-    k, v: [n, H, D]
-
-    Returns [n, Hq, D].
-    """
+    """Attention [n, Hq, D] of one request's new positions, whose K and V [n, H, D] come from the projections."""
     dense = len(q) - step.generated
     out = torch.empty_like(q)
     keys, values = _with_past(layout, layer, pages, step, k, v)

@@ -5,12 +5,10 @@ belong to two holders, `kept` and `rest`, each a cache group of its own for vLLM
 cache of `kept`, so that vLLM hands every one of them the block table of that group.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
 import torch
@@ -54,7 +52,6 @@ class PageHolder(AttentionLayerBase):
         self.kv_cache = torch.tensor([])
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        """The backend of every layer."""
         return PrunedBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
@@ -150,26 +147,17 @@ def all_new(states: Iterable[Any]) -> bool:
 
 @dataclass
 class GroupStep:
-    """What vLLM says of one step to one group.
+    """What vLLM says of one step to one group."""
 
-    starts: [R + 1], the first row of each request in the step's tokens
-    lengths: int32 [R], positions of each request once the step is done
-    known: the same on the host, exact but for speculative decoding; None = not said
-    prompts: int [R], tokens of each prompt, None = not said, as in the dummy steps with which vLLM captures graphs
-    table: int32 [R, blocks], block table
-    slots: int64 [tokens], the slots of the new positions
-    step: the step of both groups, once a layer has asked for it
-    """
+    starts: list[int]  # [R + 1], the first row of each request in the step's tokens
+    lengths: Tensor  # int32 [R], positions of each request once the step is done
+    known: Tensor | None  # the same on the host, exact but for speculative decoding; None = not said
+    prompts: Tensor | None  # int [R], tokens of each prompt, None = not said, as when vLLM captures graphs
+    table: Tensor  # int32 [R, blocks], block table
+    slots: Tensor  # int64 [tokens], the slots of the new positions
+    step: Step | DeviceStep | None = None  # the step of both groups, once a layer has asked for it
 
-    starts: list[int]
-    lengths: Tensor
-    known: Tensor | None
-    prompts: Tensor | None
-    table: Tensor
-    slots: Tensor
-    step: Step | DeviceStep | None = None
-
-    def join(self, layout: PageLayout, rest: GroupStep, room: int) -> Step | DeviceStep:
+    def join(self, layout: PageLayout, rest: Self, room: int) -> Step | DeviceStep:
         """Make the step of both groups; self is that of `kept`, and room that of `prefill.batches`."""
         count, tables, slots = len(self.starts) - 1, (self.table, rest.table), (self.slots, rest.slots)
         decodes = decoding_first(self.starts, len(self.slots)) if self.table.is_cuda else 0
@@ -182,17 +170,15 @@ class GroupStep:
         prompts = ends if asked is None else asked[:count].tolist()
         if not self.table.is_cuda:
             return Step(layout, self.starts, ends, prompts, *tables)
-        again = [i for i in range(decodes, count) if ends[i] > prompts[i]]
+        others = [
+            Step(layout, self.starts[i : i + 2], ends[i : i + 1], prompts[i : i + 1], *(t[i : i + 1] for t in tables))
+            for i in range(decodes, count) if ends[i] > prompts[i]
+        ]  # fmt: skip
         which = [i for i in range(decodes, count) if ends[i] <= prompts[i]]
         return DeviceStep(
             *(decodes, self.lengths, tables, slots),
             batches(layout, self.starts, ends, which, room, self.table.device),
-            [
-                Step(
-                    layout, self.starts[i : i + 2], ends[i : i + 1], prompts[i : i + 1], *(t[i : i + 1] for t in tables)
-                )
-                for i in again
-            ],
+            others,
         )
 
 
@@ -213,7 +199,6 @@ class GroupStepBuilder(AttentionMetadataBuilder[GroupStep]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> GroupStep:
-        """Make the metadata of a step."""
         common = common_attn_metadata
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         return GroupStep(
@@ -283,12 +268,7 @@ class PrunedAttention(AttentionImpl[GroupStep]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Store the step's K and V, and write its attention to `output` [tokens, Hq, D].
-
-        query: [tokens, Hq, D]
-        key, value: [tokens, H, D]
-        attn_metadata: None in vLLM's trial run, which has no pages
-        """
+        """Store the step's K and V, and write its attention to `output`; vLLM's trial run has no metadata."""
         if attn_metadata is None:
             if query.is_cuda:  # what the longest prompt takes, for vLLM to reserve
                 past = key.new_empty(2, self.room, *key.shape[1:]), torch.empty_like(query), torch.empty_like(query)
@@ -323,12 +303,10 @@ class PrunedBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[PrunedAttention]:
-        """The attention of one layer."""
         return PrunedAttention
 
     @staticmethod
     def get_builder_cls() -> type[GroupStepBuilder]:
-        """What makes the metadata of a step."""
         return GroupStepBuilder
 
     @classmethod

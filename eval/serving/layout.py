@@ -48,43 +48,29 @@ HEAD_DIMS = (32, 64, 128)  # channels of a head that the kernels read
 
 @dataclass(frozen=True)
 class Stripe:
-    """One head's K or V in a group.
+    """One head's K or V in a group."""
 
-    start: first column in a token of the whole model
-    count: columns that hold channels, at most `width`; 0 = nothing is stored
-    width: columns, a multiple of STRIPE
-    """
-
-    start: int
-    count: int
-    width: int
+    start: int  # first column in a token of the whole model
+    count: int  # columns that hold channels, at most `width`; 0 = nothing is stored
+    width: int  # columns, a multiple of STRIPE
 
 
 @dataclass(frozen=True)
 class HeadStripes:
-    """What a group stores of one KV head.
+    """What a group stores of one KV head."""
 
-    k, v: where
-    channels: int64 [k.count], the K channels stored, ascending
-    """
-
-    k: Stripe
+    k: Stripe  # k, v: where
     v: Stripe
-    channels: Tensor
+    channels: Tensor  # int64 [k.count], the K channels stored, ascending
 
 
 @dataclass(frozen=True)
 class PageGroup:
-    """One of the two groups of pages.
+    """One of the two groups of pages."""
 
-    block: tokens of a page
-    layers: [L][H]
-    columns: of a token over all layers, a multiple of LINE
-    """
-
-    block: int
-    layers: tuple[tuple[HeadStripes, ...], ...]
-    columns: int
+    block: int  # tokens of a page
+    layers: tuple[tuple[HeadStripes, ...], ...]  # [L][H]
+    columns: int  # of a token over all layers, a multiple of LINE
 
     def stripe(self, pages: Tensor, stripe: Stripe) -> Tensor:
         """The view [blocks, block, width] of a stripe; pages [blocks, page_columns]."""
@@ -92,11 +78,7 @@ class PageGroup:
         return pages.as_strided((len(pages), self.block, stripe.width), (pages.stride(0), stripe.width, 1), first)
 
     def table(self, layer: int) -> Tensor:
-        """The stripes of a layer for a kernel: int32 [H, 5].
-
-        The columns are the start, width and count of the head's K stripe, and the start and width of its V stripe. A
-        width of 0 says that the stripe is not stored.
-        """
+        """A layer's stripes for a kernel, int32 [H, 5]: start, width, count of K, start, width of V; 0: none stored."""
         rows = [(h.k.start, h.k.width, h.k.count, h.v.start, h.v.width) for h in self.layers[layer]]
         return torch.tensor(rows, dtype=torch.int32)
 
@@ -126,27 +108,20 @@ class PageGroup:
 
 @dataclass(frozen=True)
 class PageLayout:
-    """The two groups of a mask, and the sizes that both share.
+    """The two groups of a mask, and the sizes that both share."""
 
-    kept, rest: the groups; each stores something
-    sink, window: tokens kept whole
-    head_dim: D
-    """
-
-    kept: PageGroup
+    kept: PageGroup  # kept, rest: the groups; each stores something
     rest: PageGroup
-    sink: int
+    sink: int  # sink, window: tokens kept whole
     window: int
-    head_dim: int
+    head_dim: int  # D
 
     @classmethod
     def of(cls, keep: Tensor, block: int, sink: int, window: int) -> Self:
-        """Lay out a mask.
+        """Lay out a mask: keep bool [L, H, D], True = kept.
 
-        keep: bool [L, H, D], True = kept
         block: tokens of a page of `kept`, a multiple of 16; a page of `rest` has a divisor of them, the largest that
             fits into the bytes of a page of `kept`
-
         Raises ValueError for other blocks, and masks that prune nothing or everything.
         """
         if block < 16 or block % 16:
@@ -166,12 +141,7 @@ class PageLayout:
 
 
 def lay_out(stored: Tensor, values: Tensor, block: int) -> PageGroup:
-    """The group that stores these channels.
-
-    stored: bool [L, H, D], the K channels
-    values: bool [L, H], whether V is stored
-    block: tokens of a page
-    """
+    """The group that stores K channels [L, H, D], and V of heads `values` [L, H], in pages of `block` tokens."""
     layers, at, dim = [], 0, stored.shape[-1]
     for of_layer, with_values in zip(stored, values.tolist(), strict=True):
         heads = []

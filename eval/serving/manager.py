@@ -4,8 +4,6 @@ vLLM asks for pages before each step. A page of a long step that leaves the wind
 block at once (`RestBlocks`), so that the memory which a mask saves becomes admitted tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,18 +18,12 @@ from leank.eval.serving.plan import RestBlocks
 
 @dataclass(frozen=True, kw_only=True)
 class RestSpec(SlidingWindowSpec):
-    """The group `rest` as vLLM sees it; `sliding_window` counts the next position too, so it is the window and one.
+    """The group `rest` as vLLM sees it; `sliding_window` counts the next position too, so it is the window and one."""
 
-    sink: tokens kept whole at the beginning
-    hit: tokens; prefix hits end at multiples of them
-    every: tokens between the positions where prefix hits can end besides the ends of steps, 0 = none
-    hits: whether there is a prefix cache
-    """
-
-    sink: int
-    hit: int
-    every: int
-    hits: bool
+    sink: int  # tokens kept whole at the beginning
+    hit: int  # tokens; prefix hits end at multiples of them
+    every: int  # tokens between the positions where prefix hits can end besides the ends of steps, 0 = none
+    hits: bool  # whether there is a prefix cache
 
     @property
     def num_retained_tokens(self) -> int:
@@ -40,7 +32,6 @@ class RestSpec(SlidingWindowSpec):
 
     @property
     def pages(self) -> RestBlocks:
-        """The arithmetic of a request's pages."""
         return RestBlocks(self.block_size, self.hit, self.sink, self.sliding_window - 1, self.every)
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
@@ -48,7 +39,6 @@ class RestSpec(SlidingWindowSpec):
         return self.pages.most(max_in_flight_tokens, max_model_len, self.hits)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
-        """Whether all layers have this very spec."""
         return all(spec == self for spec in kv_cache_specs.values())
 
 

@@ -27,34 +27,22 @@ MERGE = 64  # lines of partial results that a merge asks for at a time
 
 @dataclass(frozen=True)
 class _Layer:
-    """The tables of one layer on the device.
+    """The tables of one layer on the device."""
 
-    kept, rest: stripes and channels of each group
-    even: whether every head keeps a multiple of 32 channels, so that columns need no masks
-    columns: int32 [H, D], the column of each channel in its stripe of `kept`, -1 - c for column c of `rest`
-    place: int32 [H], the place of each head among those with a middle, or among those without
-    full, few: int64, query heads with a middle, and those without
-    """
-
-    kept: tuple[Tensor, Tensor]
+    kept: tuple[Tensor, Tensor]  # kept, rest: stripes and channels of each group
     rest: tuple[Tensor, Tensor]
-    even: bool
-    columns: Tensor
-    place: Tensor
-    full: Tensor
+    even: bool  # whether every head keeps a multiple of 32 channels, so that columns need no masks
+    columns: Tensor  # int32 [H, D], the column of each channel in its stripe of `kept`, -1 - c for column c of `rest`
+    place: Tensor  # int32 [H], the place of each head among those with a middle, or among those without
+    full: Tensor  # full, few: int64, query heads with a middle, and those without
     few: Tensor
 
 
 class PagedAttention:
     """The kernel over the pages of one layout, with all the memory that its launches need.
 
-    layout: whose pages are read
-    device: of the pages
-    q_heads: query heads of a layer
-    rows: the most rows of a launch
+    q_heads: query heads of a layer; rows: the most rows of a launch; varlen: attention of chunks
     programs: of a launch, 0 = PER_SM per multiprocessor
-    varlen: attention of chunks
-
     Raises ValueError for a layout that the kernel cannot read.
     """
 
@@ -99,11 +87,7 @@ class PagedAttention:
         )
 
     def warm_up(self, dtype: torch.dtype, longest: int) -> None:
-        """Compile all kernels, so that no request waits for that.
-
-        dtype: of the pages
-        longest: positions that a block table has room for
-        """
+        """Compile all kernels for block tables of `longest` positions, so that no request waits for that."""
         layout, device = self.layout, self._done.device
         pages = torch.zeros(1, layout.page_columns, dtype=dtype, device=device)
         kept, rest = (
@@ -147,20 +131,14 @@ class PagedAttention:
         scaling: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        """softmax(q K_sink, q_kept K_middle, q K_window) V of one decoding step, in one launch.
+        """softmax(q K_sink, q_kept K_middle, q K_window) V of a decoding step, [B, Hq, D] in q's dtype, in one launch.
 
         Lengths and tables may change between replays of a captured launch.
-
         pages: [blocks, page_columns]
         q: [B, Hq, D], the query of each row's last token, whose own K and V are in the pages
         lengths: int32 [B] on the device, tokens of each row, that one included; 0 gives zeros
-        kept_table, rest_table: int32 [B, blocks of a row] on the device, the pages of each group; what they hold
-            behind a row's last page is not read
-        scaling: factor of the logits
+        kept_table, rest_table: int32 [B, blocks of a row] on the device; behind a row's last page nothing is read
         out: contiguous like the result, which is put there; None = new memory
-
-        Returns [B, Hq, D] in q's dtype.
-
         Raises ValueError for more rows than the memory is for.
         """
         import triton
@@ -205,8 +183,7 @@ class PagedAttention:
     ) -> list[Tensor]:
         """K and V of all that a batch sees, [tokens, heads, D] each: of heads with a middle, and of those without.
 
-        pages: [blocks, page_columns]
-        k, v: [tokens, H, D] of the step
+        pages: [blocks, page_columns]; k, v: [tokens, H, D] of the step
         kept_table, rest_table: int32 [R, blocks], block tables of the step
         """
         import triton
@@ -247,7 +224,6 @@ class PagedAttention:
         """Write the attention of a batch of chunks to its rows of `out`; the reference is `attention.prefill`.
 
         q, out: [tokens, Hq, D] of the step; the other arguments are those of `gather`
-        scaling: factor of the logits
         """
         starts, at = batch.plan, batch.rows
         q, out = q[at], out[at]
@@ -273,8 +249,7 @@ class PagedAttention:
 def decoding_first(starts: Sequence[int], tokens: int) -> int:
     """How many of the first requests have one new position, or none, as padding has, and a row each.
 
-    starts: [R + 1], the first row of each request in the step's tokens
-    tokens: rows of the step, padding included
+    starts: [R + 1], the first row of each request in the step's tokens; tokens: its rows, with padding
     """
     many = [new > 1 for new in (end - start for start, end in pairwise(starts))]
     return min(many.index(True) if any(many) else len(many), tokens)
@@ -282,23 +257,14 @@ def decoding_first(starts: Sequence[int], tokens: int) -> int:
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """What one step computes; every layer reads it.
+    """What one step computes; every layer reads it."""
 
-    decodes: requests at the front with at most one new position; request i has row i of the step's tokens
-    lengths: int32 [R], positions of each request once the step is done; 0 = padding
-    tables: int32 [R, blocks] each, the block tables of `kept` and `rest`
-    slots: int64 [tokens] each, the slots of the new positions in `kept` and `rest`; a slot of the null block or below
-        stores nothing
-    batches: the requests behind the first `decodes`, without those of `others`
-    others: requests that compute positions again which the model had generated before, a step each
-    """
-
-    decodes: int
-    lengths: Tensor
-    tables: tuple[Tensor, Tensor]
-    slots: tuple[Tensor, Tensor]
-    batches: Sequence[Batch] = ()
-    others: Sequence[attention.Step] = ()
+    decodes: int  # requests at the front with at most one new position; request i has row i of the step's tokens
+    lengths: Tensor  # int32 [R], positions of each request once the step is done; 0 = padding
+    tables: tuple[Tensor, Tensor]  # int32 [R, blocks] each, the block tables of `kept` and `rest`
+    slots: tuple[Tensor, Tensor]  # int64 [tokens] each, of the new positions in `kept` and `rest`; null: not stored
+    batches: Sequence[Batch] = ()  # the requests behind the first `decodes`, without those of `others`
+    others: Sequence[attention.Step] = ()  # requests that compute generated positions again, a step each
 
     def attend(
         self,
@@ -311,13 +277,7 @@ class DeviceStep:
         scaling: float,
         out: Tensor,
     ) -> None:
-        """Store the step's K and V, and write its attention to `out`.
-
-        pages: [blocks, page_columns]
-        q, out: [tokens, Hq, D], out contiguous
-        k, v: [tokens, H, D]
-        scaling: factor of the logits
-        """
+        """Store the step's K and V, and write its attention to `out`, which is contiguous; see `attention.attend`."""
         tokens, first = len(self.slots[0]), self.decodes
         paged.write(pages, layer, k[:tokens], v[:tokens], *self.slots)
         if first:

@@ -25,20 +25,13 @@ from leank.typed import LARGEST, Checked, Positive
 
 @dataclass(frozen=True)
 class RestBlocks:
-    """The pages of `rest` by their index in a request: page i holds the positions [i * block, (i + 1) * block).
+    """The pages of `rest` by their index in a request: page i holds the positions [i * block, (i + 1) * block)."""
 
-    block: tokens of a page
-    hit: tokens; a prefix hit ends at a multiple of them, and so up to `hit` tokens before the end of a step
-    sink, window: tokens kept whole
-    every: tokens; the window before each multiple of them is stored too, so that prefix hits can end there; 0 = only
-        the ends of steps
-    """
-
-    block: int
-    hit: int
-    sink: int
+    block: int  # tokens of a page
+    hit: int  # tokens; a prefix hit ends at a multiple of them, and so up to `hit` tokens before the end of a step
+    sink: int  # sink, window: tokens kept whole
     window: int
-    every: int = 0
+    every: int = 0  # tokens; prefix hits can end at multiples of them, too; 0 = only at the ends of steps
 
     @property
     def sink_pages(self) -> int:
@@ -73,12 +66,8 @@ class RestBlocks:
     def most(self, in_flight: int, longest: int, hits: bool) -> int:
         """Pages that one request holds at most.
 
-        in_flight: tokens of a step
-        longest: tokens of a request
-        hits: whether a prompt can begin with a prefix hit
-
-        The sink, and the window that a step leaves. A step behind another one, or behind a prefix hit, also holds the
-        window that it reads.
+        These are the sink, and the window that a step of `in_flight` tokens leaves. A step behind another, or behind
+        a prefix hit, which a prompt can begin with if `hits`, also holds the window that it reads.
         """
         of_tail = _ceil(self.window + self.hit, self.block) + 1
         marks = 0
@@ -94,22 +83,14 @@ class RestBlocks:
 
 @dataclass(frozen=True)
 class Server(Checked):
-    """What the planner knows of a server.
+    """What the planner knows of a server."""
 
-    memory: bytes for pages
-    longest: tokens of the longest request (max-model-len)
-    step: tokens of a step (max-num-batched-tokens)
-    block: tokens of a page
-    itemsize: bytes of a number
-    hits: whether there is a prefix cache
-    """
-
-    memory: Annotated[float, Gt(0), Le(LARGEST)]
-    longest: Positive
-    step: Positive
-    block: Positive = 32
-    itemsize: Positive = 2
-    hits: bool = True
+    memory: Annotated[float, Gt(0), Le(LARGEST)]  # bytes for pages
+    longest: Positive  # tokens of the longest request (max-model-len)
+    step: Positive  # tokens of a step (max-num-batched-tokens)
+    block: Positive = 32  # tokens of a page
+    itemsize: Positive = 2  # bytes of a number
+    hits: bool = True  # whether there is a prefix cache
 
     def tokens(self, page_columns: int, pages: int) -> int:
         """Tokens that requests of the greatest length hold in the memory, if each takes this many pages."""

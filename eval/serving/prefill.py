@@ -8,8 +8,6 @@ window and chunk, which are put side by side. So every head has plain causal att
 key, and no mask is ever built.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -37,23 +35,16 @@ def plain(
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests with new positions whose rows follow each other; either all or none of them have a past.
+    """Requests with new positions whose rows follow each other; either all or none of them have a past."""
 
-    rows: their rows in the step's tokens
-    request: number of the first of them in the step
-    plan: int32 [4, B + 1] on the device: the starts of each request in the rows, in K and V of heads with a middle, and
-        in those of heads without; the first new position of each
-    longest: of a request's rows, and of its parts of the two K and V
-    tokens: of the two K and V
-    past: whether the requests have a past
-    """
-
-    rows: slice
-    request: int
+    rows: slice  # their rows in the step's tokens
+    request: int  # number of the first of them in the step
+    # int32 [4, B + 1] on the device: the starts of each request in the rows, in K and V of heads with a middle, and in
+    # those of heads without; the first new position of each
     plan: Tensor
-    longest: tuple[int, int, int]
-    tokens: tuple[int, int]
-    past: bool
+    longest: tuple[int, int, int]  # of a request's rows, and of its parts of the two K and V
+    tokens: tuple[int, int]  # of the two K and V
+    past: bool  # whether the requests have a past
 
     @property
     def requests(self) -> int:
@@ -69,14 +60,11 @@ def batches(
     room: int,
     device: torch.device,
 ) -> list[Batch]:
-    """Divide requests of a step into batches.
+    """Divide requests of a step, numbers `which`, ascending, into batches.
 
-    layout: of the pages
     starts: [R + 1], the first row of each request in the step's tokens
     ends: [R], positions of each request once the step is done
-    which: numbers of the requests to compute, ascending
     room: tokens of K and V that a batch may have, unless a single request has more
-    device: of the step
     """
     found: list[list[int]] = []
     total = 0

@@ -9,13 +9,16 @@ MASK is a mask.safetensors, a training run's folder, a published .pth, or hf://o
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import signal
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 from leank.cli import ending
-from leank.eval.serving.guard import WORKER, refuse_dense
+from leank.eval.serving.guard import CURE, WORKER, refuse_dense
+from leank.eval.serving.plugin import BACKEND
 from leank.eval.serving.settings import NAMES, ServerSettings
 
 
@@ -47,7 +50,7 @@ def serve(options: list[str], settings: ServerSettings) -> None:
 
     options: of `vllm serve`.
 
-    Raises RuntimeError if a worker does not prune, ValueError for what cannot be served.
+    Raises RuntimeError if a worker does not prune or ends by itself, ValueError for what cannot be served.
     """
     import uvloop
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -57,6 +60,7 @@ def serve(options: list[str], settings: ServerSettings) -> None:
 
     cli_env_setup()
     if current_platform.is_cuda():
+        refuse_unregistered()
         options = [*options, "--attention-backend", "CUSTOM"]
     args = make_arg_parser(FlexibleArgumentParser("leank-serve")).parse_args(
         [*options, "--worker-extension-cls", WORKER]
@@ -65,6 +69,20 @@ def serve(options: list[str], settings: ServerSettings) -> None:
     if args.headless or getattr(args, "grpc", False) or (args.api_server_count or 1) > 1:
         raise ValueError("it is one HTTP server; drop --headless, --grpc and --api-server-count")
     uvloop.run(_serve(args, settings))
+
+
+def refuse_unregistered() -> None:
+    """Raise RuntimeError unless this process's vLLM has the backend of this package, which the plug-in registers.
+
+    `refuse_dense` asks the workers; on a GPU they would not start without the backend, and vLLM would not say why.
+    """
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    load_general_plugins()
+    custom = AttentionBackendEnum.CUSTOM
+    if not custom.is_overridden() or custom.get_path() != BACKEND:
+        raise RuntimeError(f"vLLM has no attention backend for the mask, because the plug-in is not loaded; {CURE}")
 
 
 async def _serve(args: argparse.Namespace, settings: ServerSettings) -> None:
@@ -77,10 +95,31 @@ async def _serve(args: argparse.Namespace, settings: ServerSettings) -> None:
         async with build_async_engine_client(args) as client:
             reports, dtype = await client.collective_rpc("leank_report"), client.vllm_config.model_config.dtype
             _tell(*refuse_dense(reports, settings, dtype.itemsize), settings.mask)
+            asked = _stops(client)
             stopped = await build_and_serve(client, address, socket, args)
+            died = client.errored and not asked
         await stopped
+        if died:  # vLLM ends as if somebody had stopped it
+            raise RuntimeError(
+                "the process of the engine has ended by itself, so no request is answered any more; was it killed, or "
+                "out of memory? The log above says more"
+            )
     finally:
         socket.close()
+
+
+def _stops(client: Any) -> list[object]:
+    """A list that is no longer empty once vLLM has been told to stop its engine, as by SIGTERM."""
+    asked: list[object] = []
+    shutdown = client.shutdown
+
+    @functools.wraps(shutdown)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        asked.append(True)
+        return shutdown(*args, **kwargs)
+
+    client.shutdown = noted
+    return asked
 
 
 def _interrupt(*_: object) -> None:

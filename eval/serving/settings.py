@@ -21,25 +21,17 @@ DEFAULTS = {"sink": Sizes.sink, "window": Sizes.window}
 
 @dataclass(frozen=True)
 class ServerSettings(Checked):
-    """The settings of a server.
+    """The settings of a server."""
 
-    mask: a mask.safetensors, a training run's folder, a published .pth mask, or hf://org/name of one on the hub
-    sink, window: tokens kept whole
-    """
-
-    mask: str
-    sink: Count
+    mask: str  # a mask.safetensors, a training run's folder, a published .pth mask, or hf://org/name of one on the hub
+    sink: Count  # sink, window: tokens kept whole
     window: Positive
 
     @classmethod
     def find(cls, additional: object, environment: Mapping[str, str] = os.environ) -> Self | None:
         """Read the settings of `--additional-config '{"leank": {"mask": PATH}}'`, else of LEANK_MASK and the like.
 
-        additional: the value of additional-config
-        environment: the environment variables
-
         What is not given is what the mask was trained with, else 128 and 1024. Returns None without a mask.
-
         Raises ValueError for unknown names and wrong values, FileNotFoundError without the file.
         """
         given = {name: environment[variable] for name, variable in NAMES.items() if environment.get(variable)}

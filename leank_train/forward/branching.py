@@ -7,20 +7,14 @@ Eq. 1 changes answer rows only, so the context does not depend on alpha and need
     hidden  = student(model, prefix, teacher.cut(question_lengths), answers, lengths, alpha, sink=4, window=64, ...)
 
 Branch r continues document r // M. Token ids are padded on the right with any valid id. Lengths should be on the host,
-so that no pass waits for the GPU. What the attention layers do in each pass is one class (the protocol `hook.State`):
-
-    PrefillPass   documents                    causal attention by a library kernel; keeps K and V
-    FullPass      questions (and answers)      full attention over document and branch; keeps K and V: the teacher
-    ScaledPass    answers                      Eq. 1 over document, question and answer: the student
-
+so that no pass waits for the GPU. What the attention layers do in each pass is one class (the protocol `hook.State`).
 All but the first plan once which keys their rows read (`plan`), and attend by `fused.fused_attention`, which names the
 shapes, in every layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -38,23 +32,16 @@ from leank_train.forward.plan import Plan, document_pieces, own_pieces, to_devic
 
 @dataclass(frozen=True)
 class Prefix:
-    """Prefilled documents.
+    """Prefilled documents."""
 
-    keys, values: [B, H, P, D] per layer.
-    k_positions: [B, P] on the host, -1 for padding.
-    lengths: [B] on the host, tokens of each document.
-    ranks: the processes that each hold a share of the P tokens; None if this one holds all.
-    mean_keys: [L, H, D], what has been subtracted from all keys (`center_`); None if nothing has.
-    """
-
-    keys: list[Tensor]
+    keys: list[Tensor]  # keys, values: [B, H, P, D] per layer
     values: list[Tensor]
-    k_positions: Tensor
-    lengths: Tensor
-    ranks: dist.ProcessGroup | None = None
-    mean_keys: Tensor | None = None
+    k_positions: Tensor  # [B, P] on the host, -1 for padding
+    lengths: Tensor  # [B] on the host, tokens of each document
+    ranks: dist.ProcessGroup | None = None  # processes with a share of the P tokens; None: this has all
+    mean_keys: Tensor | None = None  # [L, H, D], what has been subtracted from all keys (`center_`)
 
-    def center_(self, mean_keys: Tensor) -> Prefix:
+    def center_(self, mean_keys: Tensor) -> Self:
         """Subtract mean_keys [L, H, D] from the keys, in place: the students of this prefix prune towards the means.
 
         A softmax does not change if all keys lose the same vector. After that, Eq. 1 with k - mean is Eq. 1 with
@@ -73,23 +60,16 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Branch:
-    """Branches that continue the documents with full attention.
+    """Branches that continue the documents with full attention."""
 
-    keys, values: [R, H, T, D] per layer, of the branch's own tokens.
-    k_positions: [R, T] on the host, -1 for padding.
-    lengths: [R] on the host, the branch's own tokens.
-    starts: [R] on the host, tokens of its document.
-    hidden: [R, T, hidden] after the final norm.
-    """
-
-    keys: list[Tensor]
+    keys: list[Tensor]  # keys, values: [R, H, T, D] per layer, of the branch's own tokens
     values: list[Tensor]
-    k_positions: Tensor
-    lengths: Tensor
-    starts: Tensor
-    hidden: Tensor
+    k_positions: Tensor  # [R, T] on the host, -1 for padding
+    lengths: Tensor  # [R] on the host, the branch's own tokens
+    starts: Tensor  # [R] on the host, tokens of its document
+    hidden: Tensor  # [R, T, hidden] after the final norm
 
-    def cut(self, lengths: Sequence[int] | Tensor) -> Branch:
+    def cut(self, lengths: Sequence[int] | Tensor) -> Self:
         """The first lengths [R] tokens of each branch, such as the question of a pass over question and answer."""
         lengths = checked_lengths(lengths, self.k_positions)
         longest = int(lengths.max())
@@ -118,17 +98,11 @@ def checked_lengths(lengths: Sequence[int] | Tensor, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def prefill(
-    model: PreTrainedModel,
-    document_ids: Tensor,
-    lengths: Sequence[int] | Tensor,
-    kernel: str = "auto",
+    model: PreTrainedModel, document_ids: Tensor, lengths: Sequence[int] | Tensor, kernel: str = "auto"
 ) -> Prefix:
     """Prefill the documents with full causal attention.
 
-    document_ids: [B, P], right-padded.
-    lengths: [B], at least 1.
-    kernel: one of `kernels.KERNELS`.
-
+    document_ids: [B, P], right-padded; lengths: [B], at least 1; kernel: one of `kernels.KERNELS`.
     Raises ValueError for a model whose mask cannot be learned (`leank.shape.check_decoder`), bad lengths, or documents
     longer than the model's positions.
     """
@@ -146,10 +120,7 @@ def prefill(
 def branch(model: PreTrainedModel, prefix: Prefix, ids: Tensor, lengths: Sequence[int] | Tensor) -> Branch:
     """Continue the documents with full attention.
 
-    ids: [R, T], right-padded; R is a multiple of B.
-    lengths: [R], at least 1.
-
-    Raises ValueError if R is no multiple of B, or for bad lengths.
+    ids: [R, T], right-padded; lengths: [R], at least 1. Raises ValueError if R is no multiple of B, or for bad lengths.
     """
     lengths, starts = checked_lengths(lengths, ids), _starts(prefix, ids)
     positions, k_positions = _positions(starts, lengths, ids)
@@ -170,17 +141,12 @@ def student(
     window: int,
     empty_heads: str,
 ) -> Tensor:
-    """Run the answer tokens with the scaled attention of Eq. 1; the gradient reaches alpha.
+    """Run the answer tokens with the scaled attention of Eq. 1; the gradient reaches alpha [L, H, D].
 
-    question: the branches up to their answers.
-    answer_ids: [R, N], right-padded.
-    lengths: [R], at least 1.
-    alpha: [L, H, D].
+    question: the branches up to their answers; answer_ids: [R, N], right-padded; lengths: [R], at least 1.
     sink, window: tokens that Eq. 1 does not scale; the window counts the row itself.
     empty_heads: as in `fused.fused_attention`.
-
-    Returns hidden states [R, N, hidden] after the final norm. Those past a length mean nothing; leave them out of the
-    loss.
+    Returns hidden states [R, N, hidden] after the final norm. Those past a length mean nothing.
     """
     positions, k_positions = answer_positions(question, answer_ids, lengths)
     state = ScaledPass(prefix, question, positions, k_positions, alpha, sink, window, empty_heads)
@@ -211,7 +177,7 @@ def _positions(starts: Tensor, lengths: Tensor, ids: Tensor) -> tuple[Tensor, Te
     return positions, positions.masked_fill(steps >= lengths[:, None], -1)
 
 
-class _Keeps:
+class Keeps:
     """Keeps K and V of every layer of a pass."""
 
     def __init__(self, longest: int) -> None:
@@ -224,13 +190,8 @@ class _Keeps:
         self.values.append(v.contiguous())
 
 
-class PrefillPass(_Keeps):
-    """Causal attention by the library's fastest kernel; keeps K and V.
-
-    longest: tokens of the longest sequence.
-    layers: number of layers of the model.
-    kernel: one of `kernels.KERNELS`.
-    """
+class PrefillPass(Keeps):
+    """Causal attention by one of `kernels.KERNELS`, or the fastest; keeps K and V."""
 
     def __init__(self, longest: int, layers: int, kernel: str = "auto") -> None:
         super().__init__(longest)
@@ -251,12 +212,8 @@ class PrefillPass(_Keeps):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=group > 1)
 
 
-class FullPass(_Keeps):
-    """Full attention of each branch over its document and itself; keeps K and V.
-
-    positions: [R, n] of the rows, on the host.
-    k_positions: [R, n], the same with -1 for padding.
-    """
+class FullPass(Keeps):
+    """Full attention of each branch over its document and itself; keeps K and V; positions as from `_positions`."""
 
     def __init__(self, prefix: Prefix, positions: Tensor, k_positions: Tensor) -> None:
         super().__init__(int(k_positions.max()) + 1)
@@ -279,13 +236,7 @@ class FullPass(_Keeps):
 class ScaledPass:
     """Eq. 1 for the answer rows, over the keys of document (part 0), question (part 1) and answer (part 2).
 
-    The example in `plan` follows the rows of an answer from here to the keys that they read.
-
-    positions: [R, n] of the rows, on the host.
-    k_positions: [R, n], the same with -1 for padding.
-    alpha: [L, H, D].
-    sink, window: tokens that all rows read with plain queries; the window counts the row itself.
-    empty_heads: as in `fused.fused_attention`.
+    The example in `plan` follows the rows of an answer from here to the keys that they read; arguments: `student`.
     """
 
     def __init__(

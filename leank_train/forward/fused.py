@@ -9,8 +9,6 @@ G = Hq / H query heads per KV head (the group), n query tokens per branch, T key
 of document r // M, which are not copied.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -51,8 +49,7 @@ def fused_attention(
     q: [R, Hq, n, D].
     keys, values: [B, H, T, D] per part of the plan; T differs between parts. The flash kernel needs equal D of both.
     plan: which ranges of the parts the rows read, and with which query.
-    scale: factor of the logits.
-    alpha: [H, D], scales the queries of scaled pieces.
+    scale: factor of the logits; alpha: [H, D], scales the queries of scaled pieces.
     empty_heads: what a head does with the middle if its alpha is 0 everywhere. "zero" is Eq. 1 as written: the logits
         are 0, so that every middle token keeps the weight e^0. "drop" leaves the middle out, as deployed (section 3.3);
         alpha still gets the gradient that "zero" would give it for the same gradient of the output.
@@ -60,7 +57,6 @@ def fused_attention(
     ranks: processes that hold a share of part 0 each, and otherwise the same. All get the output and the gradient that
         one process with all of part 0 would get.
     flash_from: keys from which the flash kernel reads a piece; None chooses by device and type.
-
     Returns [R, Hq, n, D] in q's type.
     """
     (R, Hq, n, D), (B, H) = q.shape, keys[0].shape[:2]
@@ -82,12 +78,10 @@ def fused_attention(
 
 
 def exp_(logits: Tensor) -> Tensor:
-    """Exp in place, exactly 0 from LEAST_LOGIT down.
+    """Exp in place, exactly 0 from LEAST_LOGIT down, of logits relative to the maximum or log-sum-exp of their row.
 
     On a CPU, exp takes 20 to 170 times as long where its result underflows (-inf included), and so does every product
     with a result below the normal range. A GPU has no such cost.
-
-    logits: relative to the maximum or the log-sum-exp of their row.
     """
     if logits.is_cuda:
         return logits.exp_()
@@ -95,10 +89,7 @@ def exp_(logits: Tensor) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Product of a and b, both [B, H, ., .], summed in at least float32.
-
-    On a GPU, operands of a half-precision model stay in half precision.
-    """
+    """Product of a and b [B, H, ., .], summed in at least float32; operands of half precision stay such on a GPU."""
     if b.is_cuda and b.dtype in HALF:
         found = torch.bmm(a.to(b.dtype).flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
         return found.unflatten(0, b.shape[:2])

@@ -24,33 +24,19 @@ BEYOND_EQ_1 = {  # arguments of an attention that Eq. 1 does not cover, and what
 
 
 class State(Protocol):
-    """What one pass over the decoder does in its attention layers.
+    """What one pass over the decoder does in its attention layers."""
 
-    longest: tokens of the longest sequence that the pass reaches, documents included.
-    """
-
-    longest: int
+    longest: int  # tokens of the longest sequence that the pass reaches, documents included
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attention of one layer.
-
-        layer: number of the layer, from 0.
-        q: [R, Hq, n, D], after RoPE.
-        k, v: [R, H, n, D], k after RoPE.
-        scale: factor of the logits.
-
-        Returns [R, Hq, n, D].
-        """
+        """Attention [R, Hq, n, D] of a layer (from 0) over q [R, Hq, n, D] and k, v [R, H, n, D]; q, k: after RoPE."""
 
 
 def run_decoder(model: PreTrainedModel, ids: Tensor, positions: Tensor, state: State) -> Tensor:
-    """Run one pass over the decoder; no logits are computed.
+    """Run one pass over the decoder: hidden states [R, n, hidden] after the final norm; ids, positions: [R, n].
 
-    ids, positions: [R, n].
-    state: its `attend` is the attention of every layer.
-
-    Returns hidden states [R, n, hidden] after the final norm. Raises ValueError if the sequences are longer than the
-    model's positions or its sliding window, or if its attention does more than Eq. 1 covers.
+    Raises ValueError if the sequences are longer than the model's positions or its sliding window, or if its attention
+    does more than Eq. 1 covers.
     """
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and state.longest > limit:

@@ -21,8 +21,6 @@ tokens, whose rows are at the positions 1020, 1021 and 1022. sink = 4, window = 
 8. If all keys of a pass are too many to read at once, there are several blocks, merged by an online softmax.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -48,18 +46,15 @@ class Visibility:
     - "causal": all of them.
     - "dense": the sink, j < sink, and the window, i - j < window.
     - "middle": the others, which Eq. 1 reads with scaled queries.
-
-    q_positions: [B, M * n], the rows of all branches of a document side by side.
-    k_positions: [B, T], -1 for padding.
-    spans: (start, stop, masked) ranges of key indices. Nobody sees a key outside the spans. Where masked is False,
-        every row sees every key of the span.
     """
 
-    q_positions: Tensor
-    k_positions: Tensor
+    q_positions: Tensor  # [B, M * n], the rows of all branches of a document side by side
+    k_positions: Tensor  # [B, T], -1 for padding
     zone: str
     sink: int
     window: int
+    # (start, stop, masked) ranges of key indices. Nobody sees a key outside the spans. Where masked is False, every row
+    # sees every key of the span.
     spans: tuple[tuple[int, int, bool], ...]
 
     def sees(self, i: Tensor, j: Tensor) -> Tensor:
@@ -75,11 +70,7 @@ def visibility(q_positions: Tensor, k_positions: Tensor, zone: str, sink: int = 
     """Find the spans of one zone for a pass.
 
     The zones "dense" and "middle" of the same sink and window are disjoint, and together they are "causal".
-
-    q_positions: [R, n].
-    k_positions: [B, T], -1 for padding; B divides R.
-    zone: "causal", "dense" or "middle".
-    sink, window: tokens, at least 0 and 1; the window counts the row itself.
+    q_positions: [R, n]; k_positions: [B, T], -1 for padding; B divides R; sink, window: as in `branching.student`.
     """
     folded = q_positions.reshape(k_positions.shape[0], -1)  # [B, M * n]
     found = Visibility(folded, k_positions, zone, sink, window, ())
@@ -102,19 +93,13 @@ def _spans(unseen: Tensor, seen: Tensor) -> tuple[tuple[int, int, bool], ...]:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A range of keys that the rows read with one kind of query.
+    """A range of keys that the rows read with one kind of query."""
 
-    part: 0 for the documents' keys, 1 and more for keys of the branches' own.
-    start, stop: key indices within the part.
-    scaled: whether the rows read it with scaled queries, q * alpha (the middle), or with plain ones.
-    hidden: bool [B, 1, 1, M * n, stop - start], True where a row does not see a key; None if all rows see all keys.
-    """
-
-    part: int
-    start: int
+    part: int  # 0 for the documents' keys, 1 and more for keys of the branches' own
+    start: int  # start, stop: key indices within the part
     stop: int
-    scaled: bool
-    hidden: Tensor | None
+    scaled: bool  # whether the rows read it with scaled queries, q * alpha (the middle), or with plain ones
+    hidden: Tensor | None  # bool [B, 1, 1, M * n, stop - start], True where a row does not see a key; None: nowhere
 
     @property
     def width(self) -> int:
@@ -150,14 +135,10 @@ class JoinedPieces:
 
 @dataclass(frozen=True, eq=False)
 class KeyBlock:
-    """The pieces whose logits stand side by side in one softmax.
+    """The pieces whose logits stand side by side in one softmax."""
 
-    joined: read key by key; each key is a column of the softmax.
-    flash: read by the flash kernel; each piece is one column, its log-sum-exp.
-    """
-
-    joined: tuple[JoinedPieces, ...]
-    flash: tuple[Piece, ...]
+    joined: tuple[JoinedPieces, ...]  # read key by key; each key is a column of the softmax
+    flash: tuple[Piece, ...]  # read by the flash kernel; each piece is one column, its log-sum-exp
 
     @cached_property
     def spreads(self) -> tuple[JoinedPieces, ...]:
@@ -172,13 +153,10 @@ class KeyBlock:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The blocks of a plan, in the order in which they are read.
-
-    shares: how many blocks at the front hold a rank's share of the documents; their result is merged over the ranks.
-    """
+    """The blocks of a plan, in the order in which they are read."""
 
     blocks: tuple[KeyBlock, ...]
-    shares: int
+    shares: int  # blocks at the front that hold a rank's share of the documents; merged over the ranks
 
     @property
     def flashes(self) -> bool:
@@ -198,9 +176,8 @@ class Plan:
         self._layouts: dict[tuple[int, int | None, bool], Layout] = {}
 
     def layout(self, size: int, flash_from: int | None, shared: bool) -> Layout:
-        """The blocks of the plan, made by the first layer and kept for the others.
+        """The blocks of the plan, made by the first layer and kept for the others; size: keys per block, about.
 
-        size: keys per block, about.
         flash_from: keys from which the flash kernel reads a piece of part 0; None: it reads none.
         shared: whether part 0 is this rank's share of the documents.
         """
@@ -222,13 +199,11 @@ class Plan:
 def document_pieces(
     q_positions: Tensor, k_positions: Tensor, zones: Sequence[Visibility], device: torch.device | None = None
 ) -> tuple[Piece, ...]:
-    """The pieces of part 0, the documents' keys.
+    """The pieces of part 0, the documents' keys, with masks on `device`, by default that of the positions.
 
-    q_positions: [R, n], positions of the rows.
-    k_positions: [B, P], -1 for padding.
+    q_positions: [R, n], positions of the rows; k_positions: [B, P], -1 for padding.
     zones: "causal" alone, or "dense" and then "middle", which is read with scaled queries. Their spans may cover more
         keys than these rows see.
-    device: device of the masks; None: that of the positions.
     """
     device = device or q_positions.device
     rows = to_device(q_positions.reshape(len(k_positions), -1)[:, :, None], device)  # [B, M * n, 1]
@@ -259,16 +234,10 @@ def own_pieces(
     device: torch.device | None = None,
     part: int = 1,
 ) -> tuple[Piece, ...]:
-    """The pieces of a part that holds the branches' own keys, laid out by `fused.side_by_side`.
+    """The pieces of a part that holds the branches' own keys [R, T], laid out by `fused.side_by_side`; documents: B.
 
     A row sees the keys of its own branch alone. The window usually holds all of them; then there is no scaled piece.
-
-    q_positions: [R, n], positions of the rows.
-    k_positions: [R, T], -1 for padding.
-    documents: B.
-    zones: as in `document_pieces`.
-    device: device of the masks; None: that of the positions.
-    part: number of the part.
+    The other arguments are those of `document_pieces`.
     """
     n, T, M = q_positions.shape[1], k_positions.shape[1], len(q_positions) // documents
     device = device or q_positions.device

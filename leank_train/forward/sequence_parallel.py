@@ -6,8 +6,6 @@ log-sum-exp. The `Prefix` stays in shares. All ranks of a group run the same ans
 attention over the shares.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +15,7 @@ from transformers import PreTrainedModel
 
 from leank.kernels import SCORES_AT_ONCE, cudnn_forward, cudnn_pays, flash_forward, flash_takes, on_hopper
 from leank.shape import check_decoder
-from leank_train.forward.branching import Prefix, checked_lengths
+from leank_train.forward.branching import Keeps, Prefix, checked_lengths
 from leank_train.forward.fused import exp_, product
 from leank_train.forward.hook import run_decoder
 from leank_train.forward.plan import to_device
@@ -31,15 +29,10 @@ def prefill_in_shares(
     ranks: dist.ProcessGroup,
     kernel: str = "auto",
 ) -> Prefix:
-    """`branching.prefill` by all ranks of a group, which all call it with the same documents.
+    """`branching.prefill` by all W processes of the group `ranks`, which all call it with the same documents.
 
-    document_ids: [B, P], right-padded.
-    lengths: [B].
-    ranks: the group, of W processes.
     kernel: one of `kernels.KERNELS`, of which those without a log-sum-exp stand for the library's flash kernel.
-
-    Returns a Prefix with this rank's share of the tokens, [B, 2 c] where c = ceil(P / 2 W). Raises ValueError as
-    `prefill` does.
+    Returns a Prefix with this rank's share of the tokens, [B, 2 c] where c = ceil(P / 2 W).
     """
     check_decoder(model)
     lengths = checked_lengths(lengths, document_ids)
@@ -60,29 +53,22 @@ def share(tokens: int, rank: int, world: int) -> Tensor:
     return torch.cat([columns + rank * chunk, columns + (2 * world - 1 - rank) * chunk])
 
 
-class RingPass:
+class RingPass(Keeps):
     """Causal attention over the shares of all ranks; keeps this rank's K and V.
 
     Within its own share a rank attends causally. Both of its chunks see the first chunk of a rank before it. Only its
     second chunk sees a rank after it, and then both chunks. So every step of the ring is the same work on all ranks.
-
-    longest: tokens of the longest document.
-    ranks: the group.
-    layers: number of layers of the model.
-    kernel: as in `prefill_in_shares`.
     """
 
     def __init__(self, longest: int, ranks: dist.ProcessGroup, layers: int, kernel: str) -> None:
-        self.longest, self.ranks, self.layers, self.kernel = longest, ranks, layers, kernel
+        super().__init__(longest)
+        self.ranks, self.layers, self.kernel = ranks, layers, kernel
         self.rank, self.world = dist.get_rank(ranks), dist.get_world_size(ranks)
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of this rank's rows over all shares, [B, Hq, 2 c, D]."""
         held = torch.stack([k, v])  # one message; [2, B, H, 2 c, D]
-        self.keys.append(held[0])
-        self.values.append(held[1])
+        self.keep(*held)
         chunk = q.shape[2] // 2
         for step in range(self.world):
             works, coming = self._pass_on(held) if step + 1 < self.world else ([], held)
@@ -118,14 +104,10 @@ class RingPass:
 def block_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, cudnn: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp, by one of the library's kernels where they run, else by plain products.
+    """Attention [B, Hq, n, D] and its log-sum-exp [B, Hq, n], both in at least float32; k, v: [B, H, T, D].
 
-    q: [B, Hq, n, D].
-    k, v: [B, H, T, D].
+    One of the library's kernels computes it where they run, cuDNN's or the flash kernel, else plain products.
     causal: query i sees the keys up to i, and n = T; otherwise every query sees all keys.
-    cudnn: by cuDNN's kernel where it runs, instead of the flash kernel.
-
-    Returns out [B, Hq, n, D] and lse [B, Hq, n], both in at least float32.
     """
     if flash_takes(q):
         out, lse = (cudnn_forward if cudnn else flash_forward)(q, k, v, scale, causal)[:2]

@@ -8,8 +8,6 @@
 in a file of this folder makes `stage1.objective=cosine` a setting.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, TypeVar
@@ -21,23 +19,14 @@ from transformers import PreTrainedModel
 from leank.head import FLOAT16_FACTOR, check_head
 from leank.registry import import_all
 
-KNOWN: dict[str, type[Objective]] = {}
-O = TypeVar("O", bound="type[Objective]")  # noqa: E741
-
 
 class Objective(ABC):
-    """The distance of student and teacher that both stages minimise.
+    """The distance of student and teacher that both stages minimise."""
 
-    needs_head: whether it needs the model's output head, which must then be a plain one (`leank.head.check_head`).
-    """
-
-    needs_head: ClassVar[bool] = False
+    needs_head: ClassVar[bool] = False  # whether it needs an output head (`leank.head.check_head`)
 
     def __init__(self, model: PreTrainedModel, reduction: str) -> None:
-        """Take the frozen model and the stage's `reduction`: "official" is a mean over answer tokens, "paper" a sum.
-
-        Raises ValueError for a model without the head that the objective needs.
-        """
+        """Take the frozen model and the stage's `reduction`: "official" is a mean over answer tokens, "paper" a sum."""
         self.model, self.reduction = model, reduction
         if self.needs_head:
             check_head(model)
@@ -54,11 +43,14 @@ class Objective(ABC):
     def factor(self) -> float:
         """Factor of the loss in the backward pass, by which the gradient is divided again.
 
-        An official loss is a mean over thousands of units and tokens. Most of its gradients with respect to hidden
-        states lie below 6e-8, float16's smallest number. In bfloat16 they do not. The paper's loss is a sum, whose
-        gradients times this factor would lie beyond float16's largest number.
+        Most gradients of an official loss, a mean over thousands of units and tokens, lie below 6e-8, the smallest
+        number of float16. Those of the paper's loss, a sum, would lie beyond its largest one.
         """
         return FLOAT16_FACTOR if self.model.dtype == torch.float16 and self.reduction == "official" else 1.0
+
+
+KNOWN: dict[str, type[Objective]] = {}
+O = TypeVar("O", bound=type[Objective])  # noqa: E741
 
 
 def objective(name: str) -> Callable[[O], O]:

@@ -18,9 +18,7 @@ STRAIGHT_THROUGH = ("binary", "alpha_beta")
 def answer_rows(hidden: Tensor, question_lengths: Tensor, answer_tokens: int) -> Tensor:
     """Return the teacher's rows of the answer, [R, N, hidden]; rows past the last one repeat it.
 
-    hidden: [R, T, hidden], rows of question and answer.
-    question_lengths: [R], tokens before each answer.
-    answer_tokens: N, tokens of the longest answer.
+    hidden: [R, T, hidden], rows of question and answer; question_lengths: [R]; answer_tokens: N, of the longest.
     """
     index = question_lengths[:, None] + torch.arange(answer_tokens, device=question_lengths.device)  # [R, N]
     index = to_device(index.clamp(max=hidden.shape[1] - 1), hidden.device)
@@ -51,8 +49,7 @@ def lr_factor(step: int, steps: int, schedule: str) -> float:
 def straight_through(alpha: Tensor, beta: Tensor, variant: str) -> Tensor:
     """Return the mask with the gradient of alpha: all channels, pruned ones included, receive the whole gradient.
 
-    alpha: [L, H, D], scores.
-    beta: bool [L, H, D], the mask.
+    alpha: [L, H, D], scores; beta: bool [L, H, D], the mask.
     variant: "binary" has the value beta (the paper), "alpha_beta" the value alpha * beta (its published code).
     """
     value = beta.to(alpha.dtype) if variant == "binary" else (alpha * beta).detach()
@@ -62,11 +59,8 @@ def straight_through(alpha: Tensor, beta: Tensor, variant: str) -> Tensor:
 def backward(loss: Tensor, of_all: Tensor | None = None) -> None:
     """Run loss.backward() in the calling thread: autograd's thread has a cuBLAS workspace of its own (32 MiB).
 
-    The check comes after the backward pass, because it waits for the GPU, which would have nothing to do meanwhile.
-
-    of_all: the loss of all ranks; `loss` by default.
-
-    Raises ValueError on every rank if the loss of all is not finite: none of them may go on to a checkpoint.
+    Raises ValueError on every rank, after the backward pass, which this waits for, if the loss of all ranks (`of_all`,
+    by default `loss`) is not finite: none of them may go on to a checkpoint.
     """
     with torch.autograd.set_multithreading_enabled(False):
         loss.backward()

@@ -1,10 +1,4 @@
-"""The KL objective: the divergence of the student's next-token distributions from the teacher's at the answer tokens.
-
-The paper's objective (`l2.l2_loss`) weighs all directions of hidden states alike. The model's output head W shows
-which of them decide the next token, so this objective compares softmax(W h_full) with softmax(W h_scaled).
-"""
-
-from __future__ import annotations
+"""The KL objective: L2 weighs all directions of hidden states alike; the output head W shows which decide a token."""
 
 from typing import Any
 
@@ -25,7 +19,6 @@ class KL(Objective):
     needs_head = True
 
     def distance(self, full: Tensor, scaled: Tensor, lengths: Tensor) -> Tensor:
-        """Return `kl_loss`."""
         return kl_loss(Head.of(self.model), full, scaled, lengths, self.reduction)
 
 
@@ -34,9 +27,7 @@ def kl_loss(
 ) -> Tensor:
     """Return KL(softmax(W h_full) || softmax(W h_scaled)) at the answer tokens, computed in float32 (float64 stays).
 
-    head: the model's output head.
-    full, scaled: [R, N, hidden], hidden states of teacher and student; only `scaled` gets a gradient.
-    lengths: [R], on the host, answer tokens of each sequence.
+    full, scaled, lengths: as in `Objective.distance`; only `scaled` gets a gradient.
     reduction: "official" is the mean over all answer tokens, "paper" their sum over the number of sequences R.
     chunk: answer tokens whose logits are held at a time; LOGITS_AT_ONCE decides by default.
     """

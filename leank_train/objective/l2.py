@@ -13,17 +13,12 @@ class L2(Objective):
     """||H_full - H_scaled||^2 (section 3.1)."""
 
     def distance(self, full: Tensor, scaled: Tensor, lengths: Tensor) -> Tensor:
-        """Return `l2_loss`."""
         return l2_loss(full, scaled, lengths, self.reduction)
 
 
 def l2_loss(full: Tensor, scaled: Tensor, lengths: Tensor, reduction: str) -> Tensor:
-    """Return the L2 distance between hidden states of teacher and student at the answer tokens.
+    """Return the L2 distance of `Objective.distance`, computed in float32 (float64 stays).
 
-    It is computed in float32 (float64 stays).
-
-    full, scaled: [R, N, hidden], of teacher and student.
-    lengths: [R], answer tokens of each sequence.
     reduction: "official" is the mean over hidden units and all answer tokens of the batch; "paper" is the sum over
         both, ||H_full - H_scaled||_2^2, averaged over the R sequences.
     """

@@ -5,9 +5,8 @@ a large one empties heads that matter. The right value changes with the objectiv
 lambda makes the mean score follow a line from 1 to 1 - ratio. `Separation` measures how far apart the scores ended.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -51,16 +50,11 @@ def gain(steps: int) -> float:
 
 
 def steer(lam: Tensor, before: Tensor, after: Tensor, step: int, steps: int, ratio: float) -> None:
-    """Change lambda in place after a step.
+    """Change lambda, a scalar, in place after step number `step` (from 1) of `steps`.
 
     With off = mean - wanted mean, log lambda changes by gain * off + DAMPING * (change of off in this step). Lambda
     sets how fast scores fall, so the second term is meant to keep the mean from swinging about its line.
-
-    lam: float tensor, a scalar.
     before, after: mean scores before and after the step.
-    step: number of the step, from 1.
-    steps: steps of the stage.
-    ratio: the pruning ratio.
     """
     off = after - wanted_mean(step, steps, ratio)
     change = off - (before - wanted_mean(step - 1, steps, ratio))
@@ -69,17 +63,13 @@ def steer(lam: Tensor, before: Tensor, after: Tensor, step: int, steps: int, rat
 
 @dataclass(frozen=True)
 class Separation:
-    """How well scores tell the channels to keep from those to prune.
+    """How well scores tell the channels to keep from those to prune."""
 
-    between: share of channels with scores in `BETWEEN`, 0 to 1.
-    margin: median of the scores above the cut less the median of as many scores right below it, 0 to 1.
-    """
-
-    between: float
-    margin: float
+    between: float  # share of channels with scores in `BETWEEN`, 0 to 1
+    margin: float  # median of the scores above the cut less the median of as many scores right below it, 0 to 1
 
     @classmethod
-    def of(cls, alpha: Tensor, ratio: float) -> Separation:
+    def of(cls, alpha: Tensor, ratio: float) -> Self:
         """Measure scores [L, H, D] that are cut at a pruning ratio in [0, 1)."""
         scores = alpha.detach().flatten().double().cpu().sort(descending=True).values
         kept = round(len(scores) * (1 - ratio))
@@ -95,10 +85,7 @@ class Separation:
         return asdict(self)
 
     def warning(self, ratio: float, steered: float | None = None) -> str | None:
-        """Return why the cut at this ratio was arbitrary and what to do; None if it was not.
-
-        steered: the last lambda if it was steered to the ratio, else None.
-        """
+        """Return why the cut at this ratio was arbitrary, and a cure; None if not; steered: the last lambda, if so."""
         if self.between <= MOST_BETWEEN and self.margin >= LEAST_MARGIN:
             return None
         if steered is None:

@@ -3,8 +3,6 @@
 conf/train/trainer has the settings.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterable, Sequence
@@ -34,26 +32,17 @@ LIGHTNING_NOTES = (  # what Lightning says at every start, of its own use of tor
 
 @dataclass(frozen=True)
 class TrainerConfig(Checked):
-    """Settings of the processes, conf/train/trainer.
+    """Settings of the processes, conf/train/trainer."""
 
-    accelerator, devices, num_nodes, strategy, precision, deterministic: arguments of lightning.Trainer.
-    sequence_parallel: ranks per context; each of them holds a share of its tokens.
-    shard_weights: whether each rank holds a share of the weights (FSDP).
-    prefill_kernel: attention kernel of the prefill, one of `kernels.KERNELS`.
-
-    Raises BadConfig for settings that need several processes without strategy=ddp, a precision that rounds, or a
-    package that is missing.
-    """
-
-    accelerator: str = "auto"
+    accelerator: str = "auto"  # up to `deterministic`, these are arguments of lightning.Trainer
     devices: int | str | Sequence[int] = 1
     num_nodes: Positive = 1
     strategy: str = "auto"
     precision: str | int | None = None
     deterministic: bool | Annotated[str, OneOf("warn")] | None = False
-    sequence_parallel: Positive = 1
-    shard_weights: bool = False
-    prefill_kernel: Annotated[str, OneOf(*KERNELS)] = "auto"
+    sequence_parallel: Positive = 1  # ranks per context; each of them holds a share of its tokens
+    shard_weights: bool = False  # whether each rank holds a share of the weights (FSDP)
+    prefill_kernel: Annotated[str, OneOf(*KERNELS)] = "auto"  # attention kernel of the prefill
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,12 +69,7 @@ class TrainerConfig(Checked):
 
 
 def trainer(config: TrainerConfig, **more: Any) -> L.Trainer:
-    """Make a Trainer.
-
-    more: further arguments of lightning.Trainer.
-
-    Raises ValueError if sequence_parallel does not divide the number of processes.
-    """
+    """Make a Trainer. Raises ValueError if sequence_parallel does not divide the number of processes."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its notes on hardware and products
     for words in LIGHTNING_NOTES:
         warnings.filterwarnings("ignore", words)
@@ -121,7 +105,6 @@ def shard(model: PreTrainedModel, device: torch.device, head: bool = False) -> N
     """Leave each rank a share of every layer's weights; a layer is gathered while it runs. A second call does nothing.
 
     model: on the CPU, where all processes of a node share the pages of its file. Its layers move one after the other.
-    device: of the shares.
     head: whether the head, which hidden states do not need, moves to `device` as a whole (2.1 GB of the 70B model).
     """
     if head:

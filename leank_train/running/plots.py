@@ -1,9 +1,6 @@
 """The pictures of a run: how the losses went, what alpha became, and which channels are kept."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -16,9 +13,7 @@ from leank.eval.report.style import PALETTE, SETTINGS, legend, png
 from leank.files import write_bytes
 from leank.mask import ChannelMask
 from leank.rotary import mean_by_pair
-
-if TYPE_CHECKING:
-    from leank_train.running.recorder import Recorder
+from leank_train.running.recorder import Recorder
 
 BLUE, ORANGE, GREEN = PALETTE[:3]
 MOST_NUMBERS = 512  # heads; a map of more of them shows colours alone
@@ -27,15 +22,10 @@ MOST_NUMBERS = 512  # heads; a map of more of them shows colours alone
 def training_plots(
     stage1: Recorder, stage2: Recorder, alpha: Tensor, mask: ChannelMask, pairs: Tensor, out: Path
 ) -> dict[str, Path]:
-    """Write every picture of a run as PNG.
+    """Write every picture of a run as PNG into the folder `out`; returns name -> file.
 
-    stage1, stage2: the records of both stages.
-    alpha: [L, H, D], the scores after stage 2.
-    mask: made from them.
+    alpha: [L, H, D], the scores after stage 2, of which the mask is made.
     pairs: [L, D], the RoPE pair of each channel (`rotary_pairs`).
-    out: the folder.
-
-    Returns name -> file.
     """
     found = {}
     with rc_context({**SETTINGS, "font.size": 12, "axes.titlesize": 13, "text.parse_math": True}):
@@ -120,11 +110,7 @@ def channels_per_head(mask: ChannelMask) -> Figure:
 
 
 def kept_per_frequency(mask: ChannelMask, alpha: Tensor, pairs: Tensor) -> Figure:
-    """Share of channels kept per RoPE pair, highest frequency first (LeanK figures 7 and 9), and per layer.
-
-    alpha: [L, H, D], the scores that the mask was made from.
-    pairs: [L, D], the RoPE pair of each channel.
-    """
+    """Share of channels kept per RoPE pair, highest frequency first (LeanK figures 7 and 9), and per layer."""
     kept, scores = (mean_by_pair(values, pairs).numpy() for values in (mask.keep, alpha))  # [layers, pairs]
     figure = Figure(figsize=(8, 6.5), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))

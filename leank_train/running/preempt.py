@@ -6,8 +6,6 @@ Ctrl-C does not wait for the end of the step. A handler starts no collective ope
 another one, and both would wait for ever.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -15,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import lightning as L
 import torch
@@ -27,31 +25,19 @@ Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | No
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
-def same_command() -> str:
-    """Say how a run goes on whose folder is not known."""
-    return f"to go on: {again('leank_train')}"
-
-
 class Signals:
-    """Listens for SIGNALS within its context.
+    """Listens for SIGNALS within its context; `kept` says what is saved and how to go on."""
 
-    requeues: how many times a job may put itself back into the queue.
-    kept: says what is saved and how to go on.
-    received: the first signal that came, 0 if none.
-    agreed: whether the ranks have stopped a stage because of it.
-    """
-
-    def __init__(self, requeues: int = 0, kept: Callable[[], str] = same_command) -> None:
-        self.requeues, self.kept, self.received, self.agreed = requeues, kept, 0, False
+    def __init__(self, requeues: int = 0, kept: Callable[[], str] | None = None) -> None:
+        self.requeues = requeues  # how many times a job may put itself back into the queue
+        self.received, self.agreed = 0, False  # the first signal, 0 if none; whether ranks have stopped because of it
+        self.kept = kept or (lambda: f"to go on: {again('leank_train')}")
         self._process = os.getpid()  # data workers inherit the handlers, and the signal is not for them
         self._at_once = False
         self._before: dict[signal.Signals, Handler] = {}  # handlers that `_note` replaces
 
     def listen(self) -> None:
-        """Note signals from here on, also after a library has installed its own handlers.
-
-        Does nothing outside of the context.
-        """
+        """Note signals from here on, also after a library has set handlers; outside of the context do nothing."""
         self._at_once = False
         for number in self._before:
             signal.signal(number, self._note)
@@ -90,7 +76,7 @@ class Signals:
             print(stopped("leank_train", self.received, self.kept()), file=sys.stderr, flush=True)
         raise SystemExit(0 if again else 128 + self.received)
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> Self:
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
         self.listen()
         return self
@@ -112,7 +98,6 @@ class SaveOnSignal(L.Callback):
         self.signals.listen()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
-        """Save and stop if any rank has received a signal."""
         flag = torch.tensor(self.signals.received, device=module.device)
         number = int(trainer.strategy.reduce(flag, reduce_op="max"))
         if number:

@@ -1,7 +1,5 @@
 """How far a phase of a run is: a bar in a terminal, a line now and then in a log file."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -11,22 +9,13 @@ from tqdm import tqdm
 
 from leank.data_gen.amount import plural
 
-PHASES = {
-    "stage1": "learns a score for every key channel",
-    "stage2": "learns which channels stay at the pruning ratio",
-}
+PHASES = {"stage1": "learns a score for every key channel", "stage2": "learns which channels stay at the pruning ratio"}
 LINE = "{desc}: {n_fmt} of {total_fmt}{unit}; {elapsed} so far, about {remaining} left{postfix}"  # in a log file
 BETWEEN_LINES = 30.0  # seconds
 
 
 class Meter(tqdm):
-    """Reports the steps of one phase on standard output. A log file gets whole lines, and no carriage return.
-
-    phase: name of the phase and what it does.
-    total: number of steps.
-    unit: name of a step.
-    done: steps that an earlier run has done.
-    """
+    """Reports `total` steps on standard output, after `done` earlier ones; a log file gets whole lines."""
 
     monitor_interval = 0  # no thread of tqdm's own: a run forks
 
@@ -47,10 +36,7 @@ class Meter(tqdm):
 
 
 class StageProgress(ProgressBar):
-    """Reports the steps of a stage, in the first process alone.
-
-    name: stage1 or stage2.
-    """
+    """Reports the steps of a stage, in the first process alone; name: stage1 or stage2."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -63,12 +49,10 @@ class StageProgress(ProgressBar):
         self._enabled = False
 
     def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
-        """Say what the stage does, and how many steps it has."""
         if self._enabled:
             self._meter = Meter(f"{self.name}: {PHASES[self.name]}", trainer.max_steps, done=trainer.global_step)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
-        """Report the step, with loss and mean alpha."""
         if self._meter is not None:
             shown = self.get_metrics(trainer, module)
             shown.pop("v_num", None)  # the logger's name of the run

@@ -1,7 +1,5 @@
 """What a stage writes while it runs: a record of its steps, and checkpoints that appear whole."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,10 +23,7 @@ PARTS = {"state_dict": dict, "loops": dict, "optimizer_states": list, "callbacks
 
 
 def check_origin(state: object, of: list[str], path: str | Path, cure: str) -> None:
-    """Raise BadConfig for a checkpoint of another stage or config, which a user may have copied.
-
-    of: see `AtomicCheckpointIO`.
-    """
+    """Raise BadConfig for a checkpoint that another stage or config (`of`) has written, and a user may have copied."""
     if not isinstance(state, dict) or state.get("of") != of:
         raise BadConfig(f"{path} is of another stage or of another config; {cure}")
 
@@ -36,8 +31,7 @@ def check_origin(state: object, of: list[str], path: str | Path, cure: str) -> N
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Checkpoints that appear whole or not at all; the one before the last is kept as `PREVIOUS`.
 
-    of: the stage and the config's fingerprint, which every checkpoint names.
-    shape: of the stage's scores.
+    Every checkpoint names stage and fingerprint of the config (`of`); shape: of the stage's scores.
     """
 
     def __init__(self, of: Sequence[str], shape: torch.Size) -> None:
@@ -58,8 +52,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Read a checkpoint without unpickling anything, whatever `weights_only` says.
 
-        Raises DamagedFile, or ValueError for a checkpoint of another stage or config and for scores that are not
-        finite; all say how to go on.
+        Raises DamagedFile, or ValueError for one of another stage or config and scores that are not finite.
         """
         cure = "remove it to start the stage anew"
         if (previous := Path(path).with_name(PREVIOUS)).exists():
@@ -77,34 +70,23 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class Recorder(L.Callback):
-    """The course of a stage. Checkpoints hold it, so a run that was stopped and continued has all of it.
-
-    every: steps between two histograms of alpha.
-    steps: losses and learning rate of each step.
-    histograms: (step, channels per bin of alpha).
-    times: seconds of each step, with the wait for its data; the first one includes the set-up.
-    seconds: their sum.
-    peak_bytes: most memory that tensors of this process took on its GPU; 0 on a CPU.
-    looks: (step, loss) of each look at held-out documents, set at the end of a stage with early stopping.
-    """
+    """The course of a stage. Checkpoints hold it, so a run that was stopped and continued has all of it."""
 
     def __init__(self, every: int) -> None:
-        self.every = max(1, every)
-        self.steps: list[dict[str, float]] = []
-        self.histograms: list[tuple[int, list[int]]] = []
-        self.times: list[float] = []
-        self.seconds = 0.0
-        self.peak_bytes = 0
-        self.looks: list[tuple[int, float]] = []
+        self.every = max(1, every)  # steps between two histograms of alpha
+        self.steps: list[dict[str, float]] = []  # losses and learning rate of each step
+        self.histograms: list[tuple[int, list[int]]] = []  # (step, channels per bin of alpha)
+        self.times: list[float] = []  # seconds of each step, with the wait for its data; the first with the set-up
+        self.seconds = 0.0  # their sum
+        self.peak_bytes = 0  # most memory that tensors of this process took on its GPU; 0 on a CPU
+        self.looks: list[tuple[int, float]] = []  # (step, loss) at held-out documents, set at the end of a stage
 
     def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
-        """Start the clock."""
         self._last = time.monotonic()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: STEP_OUTPUT, batch: object, index: int
     ) -> None:
-        """Keep the step's values."""
         assert isinstance(outputs, Mapping)  # as `Stage.training_step` returns them
         values = {k: float(v.detach()) for k, v in outputs.items() if k != "loss"}  # tensors of this process
         now = time.monotonic()  # reading the values has waited for the GPU
@@ -119,14 +101,12 @@ class Recorder(L.Callback):
             self.histograms.append((step, torch.histc(alpha, BINS, 0.0, 1.0).int().tolist()))
 
     def state_dict(self) -> dict[str, object]:
-        """The record so far."""
         return {
             "steps": self.steps, "histograms": self.histograms, "times": self.times, "seconds": self.seconds,
             "peak_bytes": self.peak_bytes, "looks": self.looks,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with an earlier record."""
         self.steps, self.histograms = list(state["steps"]), [tuple(h) for h in state["histograms"]]
         self.times, self.seconds, self.peak_bytes = list(state["times"]), state["seconds"], state["peak_bytes"]
         self.looks = [tuple(look) for look in state["looks"]]

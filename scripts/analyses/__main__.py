@@ -8,8 +8,6 @@ python -m leank.eval, which names the model and the mask; those of +experiment=p
 model=null loads no model, for analyses of a mask alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Tokens are ranked as ASL ranks them: by the attention of the last queries, pooled and summed over heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -66,9 +64,7 @@ def ranks(
     return table.frame
 
 
-@analysis(
-    Panel("relative_variance", "layer", "relative variance of ranks", by=("task",), each="setting"),
-)
+@analysis(Panel("relative_variance", "layer", "relative variance of ranks", by=("task",), each="setting"))
 def relative_variance(
     source: Given,
     tasks: Names = TASKS,
@@ -107,9 +103,7 @@ def relative_variance(
     return table.frame
 
 
-@analysis(
-    Panel("whole_layers", "threshold", "layers that read all tokens", by=("task",)),
-)
+@analysis(Panel("whole_layers", "threshold", "layers that read all tokens", by=("task",)))
 def selection_layers(
     source: Given,
     tasks: Names = TASKS,

@@ -3,8 +3,6 @@
 "Rethinking KV Cache Pruning with Channel Interdependence for Efficient Long-Context Inference".
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any
 

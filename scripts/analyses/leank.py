@@ -1,7 +1,5 @@
 """What the figures of "LeanK: Learnable K Cache Channel Pruning for Efficient Decoding" show, arXiv 2508.02215."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from typing import Annotated, Any, NamedTuple
@@ -55,8 +53,7 @@ def staticity(
     the mask: both norms are over all their queries.
 
     tasks, length: what is compared at which length, tokens; lengths, task: the lengths that are compared, in one task.
-    samples: of each task and length.
-    queries: last queries of a prompt that are observed.
+    samples: of each task and length; queries: last queries of a prompt that are observed.
     ratio: share of channels that is pruned for "overlap".
     """
     table, means = Table(), {}
@@ -70,13 +67,8 @@ def staticity(
         means[cell] = torch.stack(each).unflatten(0, (samples, -1)).mean(0).cpu()  # [L, H, D]
     for axis, cells in compared.items():
         for one, other in product(dict.fromkeys(cells), repeat=2):
-            at: dict[str, Any] = {
-                "axis": axis,
-                "task": one[0],
-                "length": one[1],
-                "other_task": other[0],
-                "other_length": other[1],
-            }
+            places = zip(("task", "length", "other_task", "other_length"), (*one, *other), strict=True)
+            at: dict[str, Any] = {"axis": axis, **dict(places)}
             a, b = means[one], means[other]
             table.add("pearson", "correlation", np.corrcoef(a.flatten(), b.flatten())[0, 1], **at)
             kept = best(a, ratio)
@@ -114,8 +106,7 @@ def group_removal(
     Deviation: the paper reports the drop of the task's score. It does not say whether a group is removed in all layers
     at once; `per` has the three ways.
 
-    channels: of a group, a divisor of head_dim.
-    per: where a group's channels are removed at a time.
+    channels: of a group, a divisor of head_dim; per: where a group's channels are removed at a time.
     """
     shape = source.backbone.shape
     if shape.head_dim % channels:
@@ -155,24 +146,17 @@ def group_removal(
 
 
 class Known(NamedTuple):
-    """What M masks leave of one sample's answer. The answer's first token does not count: the dense pass gives it.
+    """What M masks leave of one sample's answer. The answer's first token does not count: the dense pass gives it."""
 
-    loss: float64 [M], mean over the answer's tokens, nats.
-    wrong: float64 [M], share of the answer's tokens that are not the most probable one.
-    """
-
-    loss: Tensor
-    wrong: Tensor
+    loss: Tensor  # float64 [M], mean over the answer's tokens, nats
+    wrong: Tensor  # float64 [M], share of the answer's tokens that are not the most probable one
 
 
 @torch.no_grad()
 def known(source: Source, sample: Sample, keep: Tensor, sink: int, window: int, empty_heads: str) -> Known:
-    """Run the right answer under every mask, with the attention of training's Eq. 1; the prompt is prefilled once.
+    """Run the right answer under every mask [M, L, H, D] with training's Eq. 1; the prompt is prefilled once.
 
-    keep: [M, L, H, D], bool or 0 and 1.
-    sink, window: tokens that keep all channels; the window counts the reading token itself.
-    empty_heads: "drop" or "zero", as in `leank_train.forward.fused.fused_attention`.
-
+    sink, window, empty_heads: as in `leank_train.forward.branching.student`.
     Raises ValueError for an answer of one token, which no mask can change.
     """
     backbone, ids = source.backbone, source.ids(sample)
@@ -207,7 +191,6 @@ def kept_by_pair(
     Pair p of D / 2 has the frequency theta^(-2p / D). Without a model it rotates the channels p and p + D / 2, and with
     one those that the model says; ThinK at the mask's pruning ratio stands beside it then. Rows "kept" by method and
     pair: of all layers (their layer is empty, their scope "model"), and of each.
-
     task, length, samples: what ThinK sees; samples=0 leaves it out.
     """
     mask = source.need_mask()
@@ -295,8 +278,7 @@ def w_hf(
     RULER's recall of free replies.
 
     task, queries: the sample, and its last queries, on which w_hf is measured.
-    tasks, samples: on which the models are compared.
-    trials: draws of random heads.
+    tasks, samples: on which the models are compared; trials: draws of random heads.
     sink, window: tokens that a streaming head reads.
     """
     ratio = head_ratios(source, task, length, queries)

@@ -3,8 +3,6 @@
 Zeng et al., "Lethe: Layer- and Time-Adaptive KV Cache Pruning for Reasoning-Intensive LLM Serving".
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
@@ -139,8 +137,7 @@ def retained_tokens(
     samples: replies that are written side by side.
     steps: tokens that are written; the model goes on past its end-of-text token.
     sink, window, flush: of the cache, tokens; a round can come every `flush` steps.
-    evict_at: tokens that a layer holds before its first round.
-    sparse_ratio: Lethe's tau, > 1.
+    evict_at: tokens that a layer holds before its first round; sparse_ratio: Lethe's tau, > 1.
     """
     table = Table()
     prompts = [source.ids(source.sample(task, length, index))[0].tolist() for index in range(samples)]

@@ -4,8 +4,6 @@ A prompt's Q and K come from the replay's own dense pass (`eval.inference.prefil
 many of its last queries as the analysis wants. So memory grows with the tokens, never with their square.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -30,30 +28,18 @@ from leank.mask import ChannelMask
 
 @dataclass(frozen=True)
 class Source:
-    """A model and a mask to analyse; either may be missing where an analysis does not need it.
+    """A model and a mask to analyse; either may be missing where an analysis does not need it."""
 
-    model: PreTrainedModel or None, default None: a decoder with RoPE, on its device.
-    tokenizer: PreTrainedTokenizerBase or None, default None: the model's tokenizer.
-    mask: ChannelMask or None, default None: the mask.
-    name: str, default "": what rows and figures call the model or the mask.
-    chat: bool or None, default None: whether prompts go through the chat template; None does if there is one.
-    seed: int, default 7: seed of the samples.
-    """
-
-    model: PreTrainedModel | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
-    mask: ChannelMask | None = None
-    name: str = ""
-    chat: bool | None = None
-    seed: int = 7
+    model: PreTrainedModel | None = None  # a decoder with RoPE, on its device
+    tokenizer: PreTrainedTokenizerBase | None = None  # the model's tokenizer
+    mask: ChannelMask | None = None  # the mask
+    name: str = ""  # what rows and figures call the model or the mask
+    chat: bool | None = None  # whether prompts go through the chat template; None does if there is one
+    seed: int = 7  # seed of the samples
 
     @classmethod
     def load(cls, settings: ModelConfig | None = None, mask: str | None = None, seed: int = 7) -> Self:
-        """Load a model, a mask or both.
-
-        settings: of the model; None loads no model.
-        mask: path of a mask.safetensors or of a published .pth mask; None loads no mask.
-        seed: of the samples.
+        """Load a model (None: none), a mask of a file (None: none), or both.
 
         Raises FileNotFoundError or ValueError for a model or a mask that cannot be used.
         """
@@ -110,13 +96,9 @@ class Source:
         return torch.tensor([encode(tokenizer, row, self.chat).ids], device=model.device)
 
     def observe(self, ids: Tensor, queries: int = 0, room: int = 0, column_sums: bool = False) -> Prefill:
-        """The dense pass over a prompt.
+        """The dense pass over a prompt [1, T], which keeps the last queries of every layer, and leaves room behind it.
 
-        ids: [1, T].
-        queries: last queries that every layer keeps.
-        room: columns to leave for tokens that follow.
         column_sums: whether layers add up the attention that each key receives.
-
         Raises ValueError for a prompt of fewer tokens than `queries`.
         """
         if ids.shape[1] < queries:

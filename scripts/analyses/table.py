@@ -1,7 +1,5 @@
 """What every analysis returns, a table of one value a line; and the figure that is drawn from the table alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -33,13 +31,9 @@ class Table:
     def add(
         self, measure: str, unit: str, found: ArrayLike, axes: Mapping[str, Iterable[Any]] | None = None, **at: Any
     ) -> None:
-        """Add the values of an array.
+        """Add an array of what was measured, [len of each axis]; NaN is undefined, such as a share of nothing.
 
-        measure, unit: what was measured, and in what.
-        found: numbers [len of each axis]; NaN is a value that is undefined, such as a share of nothing.
-        axes: the column of each dimension and its places; None for a single number.
-        at: columns that all of them share.
-
+        axes: the column of each dimension and its places; None for a single number; at: columns that all share.
         Raises ValueError for infinite values.
         """
         flat = np.asarray(found, dtype=float).ravel()
@@ -58,25 +52,17 @@ class Table:
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes: a heat map where `y` is set, else a line for each value of `by`.
+    """One set of axes: a heat map where `y` is set, else a line for each value of `by`."""
 
-    measure: whose values are drawn, the mean over all columns that are not named here.
-    x, y, by: columns.
-    label: of the values.
-    where: columns and the values of the lines that count; `each`: a column that has a panel for each of its values.
-    limits: first and last colour, or the ends of the y axis; None takes those of the values.
-    log: whether the x axis of lines is logarithmic.
-    """
-
-    measure: str
-    x: str
-    label: str
+    measure: str  # whose values are drawn, the mean over all columns that are not named here
+    x: str  # x, y, by: columns
+    label: str  # of the values
     y: str = ""
     by: Sequence[str] = ()
     each: str = ""
-    where: Mapping[str, Any] = field(default_factory=dict)
-    limits: tuple[float, float] | None = None
-    log: bool = False
+    where: Mapping[str, Any] = field(default_factory=dict)  # column: value, of the lines that count
+    limits: tuple[float, float] | None = None  # first and last colour, or the ends of the y axis
+    log: bool = False  # whether the x axis of lines is logarithmic
 
     def tables(self, table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
         """The title and the lines of each of its sets of axes."""

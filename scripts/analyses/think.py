@@ -1,7 +1,5 @@
 """What the figures of "ThinK: Thinner Key Cache by Query-Driven Pruning" show, arXiv 2407.21018, appendix A."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any
 

@@ -16,8 +16,6 @@ layouts   a layer of random layouts (`LAYOUTS`), in which every head has other b
           each; limit is the time in which the bytes can be read in one piece, middle_bytes the share of the middle
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -54,17 +52,13 @@ PACKINGS = {16: None, 8: Packing(8), 4: Packing(4), 2: Packing(2)}  # by bits
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's attention at one batch and context.
-
-    mask: file of the published mask, in MASKS.
-    batch: rows. context: tokens of each row.
-    """
+    """A model's attention at one batch and context."""
 
     model: str
-    mask: str
+    mask: str  # file of the published mask, in MASKS
     q_heads: int
     kv_heads: int
-    batch: int
+    batch: int  # rows. context: tokens of each row.
     context: int
 
     @property
@@ -105,13 +99,6 @@ def make_store(shape: Shape, middle: Middle) -> Store:
     return store
 
 
-def stores_of(shape: Shape, keep: Tensor | None, bits: Codec | None = None) -> list[Store]:
-    """Copies of a layer, as many as it takes for none to be in the L2 cache when its turn comes."""
-    first = make_store(shape, Middle(keep, bits=bits))
-    more = copies_of(needed_bytes(first)) - 1
-    return [first, *(make_store(shape, Middle(keep, bits=bits)) for _ in range(more))]
-
-
 def needed_bytes(store: Store) -> int:
     """Bytes of K and V that a step must read: sink, window, and what the middle holds."""
     ends = int((store.sizes.sink + store.seen - store.start).sum()) * store.ring_k.shape[1] * DIM * 2
@@ -125,10 +112,7 @@ def copies_of(size: int) -> int:
 
 
 def median_us(calls: Sequence[Callable[[], object]], repeats: int = 15) -> float:
-    """Microseconds of one call, the median over replays of a CUDA graph of all calls.
-
-    calls: the same work, each on its own copy of the data. repeats: replays that count.
-    """
+    """Microseconds of one of these equal calls, the median over replays of a CUDA graph of all of them."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:
@@ -140,13 +124,18 @@ def median_us(calls: Sequence[Callable[[], object]], repeats: int = 15) -> float
     return median(each_ms(graph.replay, 3 + repeats)[3:]) * 1e3 / len(kept)
 
 
-def kernel_us(shape: Shape, stores: Sequence[Store]) -> float:
-    """Microseconds of the decode kernel over copies of one layer."""
+def kernel_us(shape: Shape, keep: Tensor, bits: Codec | None = None) -> tuple[float, int]:
+    """Microseconds of the decode kernel over copies of a layer, and the bytes that it must read of each."""
     from leank.eval.cache.attention.launch import Kernel  # needs Triton
 
-    kernel = Kernel()
+    kernel, stores = Kernel(), [make_store(shape, Middle(keep, bits=bits))]
+    size = needed_bytes(stores[0])
+    stores += [make_store(shape, Middle(keep, bits=bits)) for _ in range(copies_of(size) - 1)]
     q, position = shape.query(), (stores[0].seen_dev - 1)[:, None].clone()
-    return median_us([partial(kernel.attend, store, q, position, DIM**-0.5) for store in stores])
+    us = median_us([partial(kernel.attend, store, q, position, DIM**-0.5) for store in stores])
+    del stores
+    clear()
+    return us, size
 
 
 # layers
@@ -167,8 +156,7 @@ def dense_times(shape: Shape) -> dict[str, float]:
             print(f"{name} cannot run {shape.name}: {reason}")
     del kv
     everything = torch.ones(shape.kv_heads, DIM, dtype=torch.bool)
-    found["own kernel, nothing pruned"] = kernel_us(shape, stores_of(shape, everything))
-    clear()
+    found["own kernel, nothing pruned"] = kernel_us(shape, everything)[0]
     return found
 
 
@@ -205,11 +193,8 @@ def layers(shape: Shape, table: Table, step: int) -> None:
     found: list[Record] = [{"layer": "", "method": n, "us": us, "bytes": shape.bytes} for n, us in dense.items()]
     alone: dict[int, float] = {}  # bytes of a layer -> microseconds of reading them
     for layer, keep in list(enumerate(shape.keep()))[::step]:
-        stores = stores_of(shape, keep)
-        size = needed_bytes(stores[0])
-        found.append({"layer": layer, "method": "LeanK", "us": kernel_us(shape, stores), "bytes": size})
-        del stores
-        clear()
+        us, size = kernel_us(shape, keep)
+        found.append({"layer": layer, "method": "LeanK", "us": us, "bytes": size})
         alone[size] = alone.get(size) or reading_us(size)
         found.append({"layer": layer, "method": "reading alone", "us": alone[size], "bytes": size})
     pruned: list[Any] = [row for row in found if row["method"] == "LeanK"]
@@ -233,13 +218,8 @@ def layers(shape: Shape, table: Table, step: int) -> None:
 
 def packed(row: Record, batch: int, bits: int, masks: Tensor) -> None:
     """Fill the row of a batch and bits: the mean over layers."""
-    shape, times, sizes = replace(SHAPE_LIST[0], batch=batch), [], []
-    for mask in masks:
-        stores = stores_of(shape, mask, PACKINGS[bits])
-        times.append(kernel_us(shape, stores))
-        sizes.append(needed_bytes(stores[0]))
-        del stores
-        clear()
+    shape = replace(SHAPE_LIST[0], batch=batch)
+    times, sizes = zip(*(kernel_us(shape, mask, PACKINGS[bits]) for mask in masks), strict=True)
     row.update(us=np.mean(times), mb=np.mean(sizes) / 1e6, gb_per_s=sum(sizes) / sum(times) / 1e3)
 
 
@@ -261,11 +241,7 @@ def layout(row: Record, shape: Shape, share: float) -> None:
     """Fill the row of a layout."""
     precision = random_layout(share)
     codec = codecs(precision)[0]
-    stores = stores_of(shape, codec.order > 0, codec)
-    size = needed_bytes(stores[0])
-    us = kernel_us(shape, stores)
-    del stores
-    clear()
+    us, size = kernel_us(shape, codec.order > 0, codec)
     row.update(us=us, mb=size / 1e6, gb_per_s=size / us / 1e3, limit_us=reading_us(size), k_bytes=share)
     row["middle_bytes"] = Precision(precision.key_bits[:1], precision.value_bits[:1]).middle_bytes
 

@@ -1,10 +1,6 @@
 """What the measurements share: shapes, caches that compete, timing on the clock and on the GPU, and tables."""
 
-from __future__ import annotations
-
-import csv
 import gc
-import io
 import os
 import time
 import traceback
@@ -14,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 from transformers import Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -53,22 +50,12 @@ def llama8b(device: torch.device | str, dtype: torch.dtype = DTYPE) -> PreTraine
         num_key_value_heads=8, head_dim=128, max_position_embeddings=131072 + 1024,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
     )  # fmt: skip
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
-    return model.eval().requires_grad_(False)
+    with torch.device(device):
+        return LlamaForCausalLM._from_config(config, dtype=dtype).eval().requires_grad_(False)
 
 
 def subject(shape: str) -> tuple[PreTrainedModel, Path, Sizes]:
-    """The model, LeanK's mask and the sizes of the cache.
-
-    shape: "llama8b", random weights on a GPU, or "reference", the shipped model.
-    Raises SystemExit for llama8b without a GPU.
-    """
+    """The model ("llama8b": random weights on a GPU; or "reference"), LeanK's mask and the sizes of the cache."""
     if shape == "reference":
         from leank.eval.inference.models import ModelConfig, load_model
 
@@ -82,10 +69,7 @@ def subject(shape: str) -> tuple[PreTrainedModel, Path, Sizes]:
 
 
 class Decoding:
-    """Greedy steps on a filled cache, in the replay's own loop.
-
-    position: [rows, 1], of the next token of each row.
-    """
+    """Greedy steps on a filled cache, in the replay's own loop; position: [rows, 1], of the next token of each row."""
 
     def __init__(self, model: PreTrainedModel, cache: Cache, position: Tensor) -> None:
         self.loop, self.token = DecodeLoop(model, cache, position), torch.ones_like(position)
@@ -255,19 +239,17 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 class Table:
-    """The rows of a CSV, which is written anew after each of them.
+    """The rows of a CSV, which is written anew after each of them; columns `keys` tell them apart.
 
     A failure is printed and noted in the row's `error`, and costs the other rows nothing. Rows of an earlier run in the
     same folder stay, so that a run that was killed goes on; those that failed are measured again.
-
-    path: the file. keys: columns that tell rows apart.
     """
 
     def __init__(self, path: Path, keys: Sequence[str]) -> None:
         self.path, self.keys, self.rows = path, keys, list[Record]()
         if path.is_file():
-            with path.open(newline="") as file:
-                self.rows = [dict(row) for row in csv.DictReader(file) if not row.get("error")]
+            earlier = pd.read_csv(path, dtype=str, keep_default_na=False).to_dict("records")
+            self.rows = [{str(k): v for k, v in row.items()} for row in earlier if not row.get("error")]
 
     def has(self, row: Record) -> bool:
         """Whether the row of these keys is there."""
@@ -287,12 +269,7 @@ class Table:
         self.rows.append(row)
         shown = (f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if v not in (None, ""))
         print("  ".join(shown), flush=True)
-        text = io.StringIO()
-        columns = dict.fromkeys(name for one in self.rows for name in one)
-        writer = csv.DictWriter(text, [*columns], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        write_text(self.path, text.getvalue())
+        write_text(self.path, pd.DataFrame(self.rows, dtype=object).to_csv(index=False))
         clear()
 
     def check(self) -> None:

@@ -14,8 +14,6 @@ generate    step_ms of a token: the time of a call of --warm-up + --new tokens l
             give each cache and case a process of its own
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,16 +53,11 @@ def load_mask(path: Path) -> ChannelMask:
 
 @dataclass(frozen=True)
 class Contender:
-    """A cache to decode with.
+    """A cache to decode with."""
 
-    name: as it stands in the tables.
-    make: (rows, tokens of room) -> an empty cache.
-    attention: the model's attention implementation.
-    """
-
-    name: str
-    make: Callable[[int, int], Cache]
-    attention: str
+    name: str  # as it stands in the tables
+    make: Callable[[int, int], Cache]  # (rows, tokens of room) -> an empty cache
+    attention: str  # the model's attention implementation
 
 
 def contenders(model: PreTrainedModel, mask: ChannelMask, sizes: Sizes) -> list[Contender]:
@@ -163,10 +156,7 @@ def generate_cases(args: argparse.Namespace, table: Table) -> None:
 
 
 def sealed(keep: Tensor, rows: int, context: int, sizes: Sizes, device: torch.device) -> tuple[Memory, int]:
-    """Seal layers of random tokens; return the bytes of the tensors and the bytes at the allocator.
-
-    keep: [L, H, D], True = kept. rows: of the batch. context: tokens of each row.
-    """
+    """Seal layers of random tokens under masks [L, H, D]; return the tensors' bytes and those at the allocator."""
     clear()
     cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated() if cuda else 0

@@ -109,10 +109,9 @@ def configured(
     names: Sequence[str], shape: str, mask: Path, sizes: Sizes, config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase, overrides: Sequence[str] = (),
 ) -> list[Method]:  # fmt: skip
-    """The methods `names` of conf/method, with the settings for the reference model where it has some.
+    """The methods of conf/method, with settings for the reference model where it has some, and overrides of eval.
 
     A preset there is one method, or several where its settings are varied.
-    overrides: of python -m leank.eval.
     """
     small = method_options("method/reference") if shape == "reference" else ()
     chosen = ",".join(f"reference/{name}" if name in small else name for name in names)
@@ -129,10 +128,7 @@ def configured(
 
 
 class Bench:
-    """Measures methods on one model.
-
-    new: tokens that are timed. profile: whether to look where the time goes.
-    """
+    """Measures methods on one model, `new` tokens each, and if `profile` says so, where the time goes."""
 
     def __init__(self, replay: Replay, new: int, profile: bool = True) -> None:
         self.replay, self.model, self.new, self.profile = replay, replay.model, new, profile
@@ -178,10 +174,7 @@ class Bench:
     def decode(
         self, row: Record, method: Method, prompt: Prefill, aside: Aside, rows: int | str, last: bool = False
     ) -> None:
-        """Fill in what decoding costs in `rows` rows, or in as many as fit; the pass makes place for them.
-
-        last: whether nothing needs the pass afterwards.
-        """
+        """Fill in what decoding costs in `rows` rows, or as many as fit; the pass makes place for them."""
         cache, position = method.compressed(self.model, prompt), prompt.lengths[:, None]
         try:
             aside.leave(for_good=last)
@@ -272,9 +265,7 @@ def kind_of(method: Method) -> tuple[object, bool]:
 
 
 class Aside:
-    """K and V of a pass, which give their place on the GPU to a batch and come back.
-
-    goes: whether they leave; None, the default: if there is a GPU and they are more than 1 GB.
+    """K and V of a pass, which give their place on the GPU to a batch and come back; `goes`: by default, above 1 GB.
 
     The copy on the host is made once: decoding changes nothing of a pass.
     """
@@ -345,9 +336,7 @@ class Passed:
 
 
 def passed_over(bench: Bench, methods: Sequence[Method], length: int, timed: bool) -> Passed:
-    """A pass that these methods share.
-
-    timed: whether anyone asks for the seconds.
+    """A pass that these methods share; timed: whether anyone asks for the seconds.
 
     The first of a length takes about a second more than the others: it meets shapes that nothing was prepared for.
     """

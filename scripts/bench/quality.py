@@ -17,10 +17,7 @@ picture    the README's picture of recall, of tables that `ratios` wrote: a tran
 Every interval is a 95% bootstrap interval. Tables by task, of any run, are those of python -m leank.eval report.
 """
 
-from __future__ import annotations
-
 import argparse
-import csv
 import io
 import re
 from collections import defaultdict
@@ -41,7 +38,7 @@ from leank.files import write_text
 
 ALL = "all"  # the tasks together
 LABELS = {
-    "leank": "LeanK", "kl": "LeanK", "l2steered": "L2, steered", "paper": "paper's objective",
+    "leank": "LeanK", "kl": "LeanK", "nested": "LeanK", "l2steered": "L2, steered", "paper": "paper's objective",
     "paper240": "paper's objective", "static_norm": "static norm", "think": "ThinK", "iap": "IAP",
     "lowest_frequencies": "lowest frequencies", "duo_attention": "DuoAttention",
 }  # fmt: skip
@@ -88,8 +85,7 @@ def named(method: str) -> tuple[str, str, str] | None:
 def widened(rows: Iterable[ResultRow]) -> tuple[Wide, list[str]]:
     """Figures by sample and method, of the methods that have every sample of dense's; the labels of the others.
 
-    recall and top1 are %, kl is nats a token (NaN where it was not measured), bytes those of the cache after the
-    prompt.
+    recall and top1 are %, kl is nats a token (NaN where none was measured), bytes those of the cache after the prompt.
     Raises ValueError for rows without dense.
     """
     near = [(row, row.get("fidelity") or {"kl": None, "top1": None}) for row in rows]
@@ -261,11 +257,11 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
     return out.tolist()
 
 
-def draw_recall(axes: Axes, table: Sequence[Mapping[str, str]]) -> None:
+def draw_recall(axes: Axes, table: pd.DataFrame) -> None:
     """Recall against pruning ratio: a line with its band per label, the label at its end, dense as a dashed line."""
     plain(axes)
     lines: dict[str, list[tuple[float, ...]]] = defaultdict(list)
-    for row in table:
+    for row in table.to_dict("records"):
         recall, low, high = (float(row[key]) for key in ("recall", "low", "high"))
         if row["ratio"]:
             lines[row["label"]].append((float(row["ratio"]), recall, low, high))
@@ -301,8 +297,7 @@ def picture(tables: Sequence[Path], out: Path) -> None:
     with matplotlib.rc_context(LOOK):
         figure = sheet(3.6 * len(tables), 7.2)
         for axes, file in zip(figure.subplots(len(tables), squeeze=False)[:, 0], tables, strict=True):
-            with file.open(newline="") as table:
-                draw_recall(axes, list(csv.DictReader(table)))
+            draw_recall(axes, pd.read_csv(file, dtype=str, keep_default_na=False))
             if len(tables) > 1:
                 axes.set_title(f"model={file.parent.name}", loc="left")
         write_text(out, to_svg(figure))

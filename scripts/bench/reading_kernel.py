@@ -1,7 +1,5 @@
 """The time that a GPU takes to read so many bytes and do nothing else: the floor of every decode kernel."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

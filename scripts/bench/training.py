@@ -27,8 +27,6 @@ masks    OUT/same_masks.csv, a line for each OTHER: equal, the share of channels
          distillation loss in the last step of stage 1
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import signal
@@ -53,18 +51,18 @@ from transformers import PreTrainedModel
 
 from leank import backbone as backbones
 from leank.files import write_json, write_text
-from leank.head import Head
 from leank.kernels import kernel_order, tried_in
 from leank.mask import ChannelMask
 from leank.shape import kv_shape
 from leank.tensor_files import read_checkpoint
-from leank_train.forward.branching import branch, prefill, student
+from leank_train.data import Batch, Ragged
+from leank_train.forward.branching import student
 from leank_train.forward.fused import fused_attention
 from leank_train.forward.hook import NAME, run_decoder
 from leank_train.forward.plan import Plan, document_pieces, visibility
 from leank_train.objective import distill
-from leank_train.objective.kl import kl_loss
 from leank_train.objective.l2 import l2_loss
+from leank_train.stages import OBJECTIVES, read
 from scripts.bench.common import ROOT, SHAPES, Record, clear, device_name, llama8b, wait
 
 QUESTION, ANSWER = 48, 32  # tokens, about what the retrieval tasks have
@@ -123,19 +121,12 @@ def prefill_once(
 ) -> Tensor:
     """Loss of the branching form on ids [1, S]: `questions` equal branches off one document."""
     document, prompt = ids[:, : -QUESTION - ANSWER], ids[:, -QUESTION - ANSWER :].repeat(questions, 1)
-    lengths = torch.full((questions,), QUESTION + ANSWER)  # on the host, as the batches of training have them
-    prefix = prefill(model, document, [document.shape[1]])
-    teacher = branch(model, prefix, prompt, lengths)
-    question, answer = torch.full_like(lengths, QUESTION), torch.full_like(lengths, ANSWER)
-    scaled = student(
-        model, prefix, teacher.cut(question), prompt[:, QUESTION:], answer, alpha,
-        sink=sink, window=window, empty_heads="zero",
-    )  # fmt: skip
-    full = distill.answer_rows(teacher.hidden, question, ANSWER)
-    if objective == "kl":
-        loss = kl_loss(Head.of(model), full, scaled, answer)
-    else:
-        loss = l2_loss(full, scaled, answer, "official")
+    answers = Ragged(prompt[:, QUESTION:], torch.full((questions,), ANSWER))
+    whole = Ragged(document, torch.tensor([document.shape[1]]))
+    batch = Batch(whole, Ragged(prompt, answers.lengths + QUESTION), answers)
+    prefix, question, full = read(model, batch, "auto", None)
+    scaled = student(model, prefix, question, *answers, alpha, sink=sink, window=window, empty_heads="zero")
+    loss = OBJECTIVES[objective](model, "official").distance(full, scaled, answers.lengths)
     distill.backward(loss)
     return loss.detach()
 
@@ -143,7 +134,7 @@ def prefill_once(
 def measure(runs: Mapping[str, Callable[[], object]], repeats: int) -> Found:
     """Seconds of a first run and the median of `repeats` more, and on a GPU the allocator's peak in GB over those.
 
-    runs: by name; they take turns, so that a clock that changes meanwhile changes for all of them.
+    The runs take turns, so that a clock that changes meanwhile changes for all of them.
     """
     clear()
     wait()
@@ -166,8 +157,7 @@ def measure(runs: Mapping[str, Callable[[], object]], repeats: int) -> Found:
 def hours(results: Mapping[int, Found], experiment: str) -> Record | None:
     """Hours of the steps of an experiment, from seconds fitted over lengths and averaged over the lengths it draws.
 
-    results: by length. Returns None where fewer than three lengths are measured, or not the shortest and longest:
-    nothing is extrapolated.
+    Returns None with fewer than three lengths, or without the shortest and longest: nothing is extrapolated.
     """
     with initialize_config_module("leank.conf.train", version_base="1.3"):
         config = compose("train", [f"+experiment={experiment}"])

@@ -5,8 +5,6 @@ right behind the key, a share of prompts repeats the needle's own words, and som
 tokens with repeated spans). All of it fades as the rows grow longer.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Mapping
@@ -39,22 +37,18 @@ UNORDERED = ("cwe",)  # tasks whose answers may come in any order: a token is ri
 
 @dataclass(frozen=True)
 class Recipe:
-    """The mixture of rows.
+    """The mixture of rows."""
 
-    tasks: name -> share among the rows with questions.
-    labels: a row with questions counts in the loss as at least and at most so many labels. Otherwise a reply of 1,500
-        tokens would count as much as a hundred answers to aggregation tasks. None: every label counts the same.
-    text: share of the rows that are natural text.
-    text_weight: the mean loss over the labels of text counts so much beside the mean loss over those of answers. There
-        are a hundred times more labels of text than of answers: one mean over both would hear nothing of the answers.
-    in_order: whether cwe's common words are named in the order in which the list has them first. In a random order, no
-        label says which of ten words comes next; a model learns to mix them, and its own replies mix syllables.
-    """
-
-    tasks: Mapping[str, float]
+    tasks: Mapping[str, float]  # name -> share among the rows with questions
+    # a row with questions counts in the loss as at least and at most so many labels. Otherwise a reply of 1,500 tokens
+    # would count as much as a hundred answers to aggregation tasks. None: every label counts the same.
     labels: tuple[int, int] | None = None
-    text: float = 0.0
+    text: float = 0.0  # share of the rows that are natural text
+    # the mean loss over the labels of text counts so much beside the mean loss over those of answers. There are a
+    # hundred times more labels of text than of answers: one mean over both would hear nothing of the answers.
     text_weight: float = 0.0
+    # whether cwe's common words are named in the order in which the list has them first. In a random order, no label
+    # says which of ten words comes next; a model learns to mix them, and its own replies mix syllables.
     in_order: bool = False
 
 
@@ -211,11 +205,7 @@ class Batches(torch.utils.data.Dataset):
     """Batch number `step` of one rank, a function of (seed, step, rank, share) alone: exact resume is a slice.
 
     Yields (ids [rows, length] int64, positions [n] int64, labels [n] int64, weights [n] float32): `positions` index the
-    flattened [rows * length] hidden states whose next token is the label.
-
-    tokens: per batch. steps: of the training. seed, rank: which batches. start: the first step.
-    longest: the longest row.
-    recipe, text: what rows are made of; the token stream of natural text.
+    flattened [rows * length] hidden states whose next token is the label. text: a token stream.
     """
 
     def __init__(

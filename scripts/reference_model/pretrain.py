@@ -16,8 +16,6 @@ OUT receives the tokenizer, `log.jsonl`, `state.pt` (resume: run the same comman
 A batch is a function of (seed, step, rank), so a killed run goes on exactly where it stopped.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -255,11 +253,7 @@ class Answers(nn.Module):
 
 
 def right_tokens(predicted: torch.Tensor, labels: torch.Tensor, rows: torch.Tensor, unordered: bool) -> torch.Tensor:
-    """Which predictions are right, bool [n].
-
-    predicted, labels: token ids [n], teacher-forced. rows: int [n], the row of each, in order.
-    unordered: whether any label of the same row that has not come yet is right too.
-    """
+    """Which teacher-forced predictions [n] are right; unordered: also by any label of the row that has yet to come."""
     right = predicted == labels
     if unordered:
         for row in rows.unique():

@@ -4,6 +4,7 @@ import os
 import re
 import resource
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -202,6 +203,19 @@ def test_the_masks_in_the_repository_have_a_digest():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", ".*it prunes", UserWarning)  # blocks of 32 channels miss the ratio
-        warnings.filterwarnings("ignore", ".*closed_form", UserWarning)  # is there, too
         for path in found:
             ChannelMask.load(path)
+
+
+@pytest.mark.parametrize("kind", ["bits", "closed_form"])
+@pytest.mark.parametrize("seed", [41, 42, 43])
+def test_layouts_in_the_repository_are_nested_and_within_their_budgets(kind, seed):
+    folder = ROOT / "leank_train/assets/masks/smollm2" / kind
+    masks = {path.name: ChannelMask.load(path) for path in sorted(folder.glob(f"*_seed{seed}.safetensors"))}
+    assert [*masks] == [f"{budget}pct_seed{seed}.safetensors" for budget in (10, 15, 20, 25, 31)]
+    for name, mask in masks.items():
+        budget = int(name[:2]) / 100
+        assert (mask.metadata["seed"], mask.metadata["bytes"]) == (seed, budget)
+        assert budget - 0.003 < mask.middle_bytes <= budget
+    for small, large in pairwise(masks.values()):
+        assert (small.precision.key_bits <= large.precision.key_bits).all()

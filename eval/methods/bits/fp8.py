@@ -3,8 +3,6 @@
 "FP8 Formats for Deep Learning", arXiv 2209.05433, has the format. The scales are those of vLLM's kv_cache_dtype="fp8".
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
@@ -42,14 +40,9 @@ class FP8(FromSamples, Bits):
     - vLLM also stores sink and window in FP8, and may compute the products in FP8, with rounded queries and weights.
     - A prompt is attended before it is rounded.
     - Plain PyTorch reads the numbers: answers and bytes are the method's, time is not.
-
-    Settings
-    scales: "one", "tensor" or "head", default "one": s is 1, or is calibrated for K and for V of a layer, or for each
-      KV head of them.
-    task, length, samples, seed: see eval.methods.common.calibrated; nothing is read with scales="one".
     """
 
-    scales: Annotated[str, OneOf("one", "tensor", "head")] = "one"
+    scales: Annotated[str, OneOf("one", "tensor", "head")] = "one"  # s is 1, or calibrated per layer or KV head
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         if self.scales != "one":
@@ -84,12 +77,9 @@ class FP8(FromSamples, Bits):
 
 @dataclass(frozen=True)
 class Scaled(PageCodec):
-    """Numbers in e4m3, a byte each, and nothing beside them.
+    """Numbers in e4m3, a byte each, and nothing beside them."""
 
-    scale: s, default 1
-    """
-
-    scale: float = 1.0
+    scale: float = 1.0  # s, default 1
     bits = 8
 
     @property
@@ -106,13 +96,10 @@ class Scaled(PageCodec):
         return (codes.view(FORMAT).to(wide(numbers)) * self.scale).to(numbers.dtype)
 
     def pages(self, head_dim: int, channels: Count, dtype: torch.dtype) -> tuple[tuple[Count, int], tuple[int, int]]:
-        """For K and for V: bytes of a page's codes, and no bytes of numbers."""
         return (channels * PAGE, 0), (head_dim * PAGE, 0)
 
     def pack(self, codes: Tensor, numbers: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
-        """Planes of whole pages."""
         return codes.flatten(-2), numbers.flatten(-2)
 
     def unpack(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> tuple[Tensor, Tensor]:
-        """Bytes [..., 64, d] and numbers [..., 64, 0]."""
         return codes.unflatten(-1, (PAGE, dim)), numbers[..., None, :].expand(*numbers.shape[:-1], PAGE, 0)

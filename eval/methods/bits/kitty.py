@@ -40,14 +40,10 @@ class Kitty(Bits):
     - Sink and window are the cache's; the published code keeps 32 first tokens, and V longer than K.
     - A group of equal numbers has scale 0 and comes back exactly, as in `kivi`.
     - Plain PyTorch reads the numbers: answers and bytes are the method's, time is not.
-
-    Settings
-    boosted: 0 to 1, default 0.125: share of the channels of K that have 4 bits; the paper's larger one is 0.25.
-    group: int, default 32: numbers that share a scale and a zero point; see `kivi`.
     """
 
-    boosted: Annotated[float, Ge(0), Le(1)] = 0.125
-    group: Positive = 32
+    boosted: Annotated[float, Ge(0), Le(1)] = 0.125  # share of K's channels that have 4 bits; or 0.25 in the paper
+    group: Positive = 32  # numbers that share a scale and a zero point; see `kivi`
 
     def check_sizes(self, sizes: Sizes) -> None:
         KIVI(2, self.group).check_sizes(sizes)
@@ -76,7 +72,6 @@ class Boosted(PageCodec):
 
     @property
     def group(self) -> int:  # type: ignore[override]
-        """Tokens that are encoded together."""
         return self.plain.group
 
     def number(self, channels: Count) -> Count:
@@ -100,7 +95,6 @@ class Boosted(PageCodec):
         return self.plain.restore(codes, numbers)
 
     def pages(self, head_dim: int, channels: Count, dtype: torch.dtype) -> tuple[tuple[Count, Count], tuple[int, int]]:
-        """For K and for V: bytes of a page's codes, and of its scales."""
         groups, large = PAGE // self.group, self.number(channels)
         codes = PAGE * (vector_bytes(channels, 2) + vector_bytes(large, 2)) + groups * large
         return (round_up(codes, WORD), groups * 2 * dtype.itemsize * channels), self.plain.pages(head_dim, 0, dtype)[1]

@@ -31,15 +31,10 @@ class KIVI(Bits):
       that do not fill a group of K and the last 32 or 128 of V. The sink stays whole too, which KIVI does not have.
     - The prompt is attended unquantised and quantised when the cache is sealed. Its last group may be short.
     - A group of equal numbers has scale 0 and comes back exactly; the published code divides by that zero.
-
-    Settings
-    bits: 2, 4 or 8, default 2: bits of every number of K and V.
-    group: int, default 32: numbers that share a scale and a zero point. Tokens join the middle in groups, so the
-      cache's `flush` must be a multiple of it.
     """
 
-    bits: Annotated[int, OneOf(2, 4, 8)] = 2
-    group: Positive = 32
+    bits: Annotated[int, OneOf(2, 4, 8)] = 2  # bits of every number of K and V
+    group: Positive = 32  # numbers that share scale and zero point; the cache's `flush` must be a multiple of it
 
     def check_sizes(self, sizes: Sizes) -> None:
         if sizes.flush % self.group:

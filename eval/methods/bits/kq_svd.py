@@ -15,15 +15,14 @@ from torch import Tensor
 
 from leank.channel_scores import pruned, wide
 from leank.eval.inference.prefill import Prefill
-from leank.eval.methods.axes import Bits, Held, method
-from leank.eval.methods.bits.pca import Coordinates
-from leank.eval.methods.common.calibrated import FromSamples, Pruning
+from leank.eval.methods.axes import method
+from leank.eval.methods.bits.pca import Coordinates, LowRank
 from leank.eval.methods.common.observed import seen
 
 
 @method("kq_svd")
 @dataclass(frozen=True)
-class KQSVD(FromSamples, Pruning, Bits):
+class KQSVD(LowRank):
     """A key k is stored as its r = D - floor(ratio D) coordinates k A, which queries read as q B.
 
       A = K^+ U,   B = K^T U
@@ -33,20 +32,13 @@ class KQSVD(FromSamples, Pruning, Bits):
     no projection of keys alone, such as that of `pca`, has logits nearer to those of the samples.
 
     With G = K^T K, M = Q^T Q and the r largest eigenvectors E of G^1/2 M G^1/2, it is A = G^-1/2 E and B = G^1/2 E; so
-    samples are held as two matrices [D, D].
-
-    A and B serve all prompts, so they count as weights and not as cache.
+    samples are held as two matrices [D, D]. A and B serve all prompts, so they count as weights and not as cache.
 
     Deviations
     - The paper stores V by coordinates, too, of which W_o makes the outputs; here V stays as it is.
     - The paper gives a layer the rank that leaves a wanted error; here r is the same in all heads.
     - Plain PyTorch reads keys back as k A B^T and does not project q: answers are the method's, time is not.
-
-    Settings
-    ratio, task, length, samples, seed: see eval.methods.common.calibrated.
     """
-
-    free = "ratio"
 
     @property
     def observed(self) -> int:
@@ -79,11 +71,6 @@ class KQSVD(FromSamples, Pruning, Bits):
     def of_layer(self, index: int, prefill: Prefill) -> Projected:
         stored, read = self.projections()
         return Projected(stored[index], read[index])
-
-    def packed(self, held: Held) -> float:
-        """Bytes of the middle: the coordinates of K, and V."""
-        kept = held.dim - pruned(held.dim, self.ratio)
-        return held.itemsize * float((held.middle * (np.minimum(held.k, kept) + held.v)).sum())
 
 
 @dataclass(frozen=True)

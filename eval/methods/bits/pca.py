@@ -22,9 +22,19 @@ from leank.eval.methods.common.calibrated import FromSamples, Pruning
 from leank.eval.methods.common.observed import seen
 
 
+class LowRank(FromSamples, Pruning, Bits):
+    """Keys of D - floor(ratio D) coordinates, which calibration samples choose."""
+
+    free = "ratio"
+
+    def packed(self, held: Held) -> float:
+        kept = held.dim - pruned(held.dim, self.ratio)
+        return held.itemsize * float((held.middle * (np.minimum(held.k, kept) + held.v)).sum())
+
+
 @method("pca")
 @dataclass(frozen=True)
-class PCA(FromSamples, Pruning, Bits):
+class PCA(LowRank):
     """A key k is stored as k U and read as k U U^T.
 
       U = the D - floor(ratio D) eigenvectors of the largest eigenvalues of the mean of k^T k
@@ -33,19 +43,13 @@ class PCA(FromSamples, Pruning, Bits):
     head has a smaller mean ||k - k U U^T||^2. A mask of channels is such a basis whose vectors are axes, so this shows
     what the choice of axes costs. `pair_energy` is the form that RoPE leaves as it is.
 
-    U takes D - floor(ratio D) times D numbers of every KV head. It serves all prompts, so it counts as weights and not
-    as cache.
+    U serves all prompts, so its D - floor(ratio D) times D numbers per KV head count as weights and not as cache.
 
     Deviations
     - Loki reads all of K and uses the coordinates to choose tokens. Eigen Attention takes its basis from queries and
       keys before RoPE, of the heads of a layer together, and compresses V as well.
     - Plain PyTorch turns the coordinates back: answers are the method's, time is not.
-
-    Settings
-    ratio, task, length, samples, seed: see eval.methods.common.calibrated.
     """
-
-    free = "ratio"
 
     def of_samples(self, passes: Iterator[Prefill]) -> Tensor:
         """The mean of k^T k over all tokens, [L, H, D, D], float64."""
@@ -63,11 +67,6 @@ class PCA(FromSamples, Pruning, Bits):
 
     def of_layer(self, index: int, prefill: Prefill) -> Coordinates:
         return Coordinates(self.basis()[index])
-
-    def packed(self, held: Held) -> float:
-        """Bytes of the middle: the coordinates of K, and V."""
-        kept = held.dim - pruned(held.dim, self.ratio)
-        return held.itemsize * float((held.middle * (np.minimum(held.k, kept) + held.v)).sum())
 
 
 @dataclass(frozen=True)

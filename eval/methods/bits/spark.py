@@ -45,18 +45,12 @@ class SparK(Bits):
       leave the window.
     - V keeps all channels.
     - Plain PyTorch restores the keys: answers are the method's, time is not.
-
-    Settings
-    ratio: float in [0, 1), default 0.5: share of K channels pruned; floor(ratio D) go of every token and head.
-    queries: int, default 32: last queries of the prompt that are observed.
-    recovery: "mean" or "none", default "mean": whether pruned channels come back, or are zero; then neither signs nor
-      m_t are held.
     """
 
     free = "ratio"
-    ratio: Share = 0.5
-    queries: Positive = 32
-    recovery: Annotated[str, OneOf(*RECOVERY)] = "mean"
+    ratio: Share = 0.5  # share of K channels pruned; floor(ratio D) go of every token and head
+    queries: Positive = 32  # last queries of the prompt that are observed
+    recovery: Annotated[str, OneOf(*RECOVERY)] = "mean"  # whether pruned channels come back, or are zero
 
     def width(self, dim: int, itemsize: int) -> int:
         """Numbers of `itemsize` bytes in a record."""
@@ -95,20 +89,13 @@ def query_norms(layer: PromptLayer, real: Tensor | None, queries: int) -> Tensor
 
 @dataclass(frozen=True)
 class Records(RecordCodec):
-    """The codec of one layer and its prompts.
+    """The codec of one layer and its prompts."""
 
-    norms: [B, H, D]: ||q_j||.
-    kept: int: channels that a token keeps.
-    size: int: numbers in a record: the kept ones in order, the bits that say which, the signs of the others, m_t.
-    integer: dtype: as wide as a number.
-    recovers: bool: whether signs and m_t are held.
-    """
-
-    norms: Tensor
-    kept: int
-    size: int
-    integer: torch.dtype
-    recovers: bool
+    norms: Tensor  # [B, H, D]: ||q_j||
+    kept: int  # channels that a token keeps
+    size: int  # numbers in a record: the kept ones in order, the bits that say which, the signs of the others, m_t
+    integer: torch.dtype  # as wide as a number
+    recovers: bool  # whether signs and m_t are held
 
     @property
     def width(self) -> int:

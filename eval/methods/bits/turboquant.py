@@ -4,8 +4,6 @@
 in which vLLM serves it.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -51,22 +49,14 @@ class TurboQuant(Bits):
     - Norms, scales and least numbers have the model's dtype, in vLLM float16.
     - The newest tokens stay whole in the window, and the first in the sink.
     - Plain PyTorch turns the vectors back: answers and bytes are the method's, time is not.
-
-    Settings
-    bits: 2, 3 or 4, default 4: bits of every coordinate of K, and of V unless `value_bits` says otherwise.
-    seed: int, default 0: seed of the rotations; heads of as many channels share one.
-    norm_correction: bool, default False: whether vectors come back in their own length.
-    values: "rotated" or "even", default "rotated": how V is stored, as K or on an even grid of its own.
-    value_bits: 2, 3, 4 or None, default None: bits of every number of V; None is `bits`.
-    skip: int, default 0: layers that stay whole at either end, at most half of all layers.
     """
 
-    bits: Annotated[int, OneOf(2, 3, 4)] = 4
-    seed: Seed = 0
-    norm_correction: bool = False
-    values: Annotated[str, OneOf("rotated", "even")] = "rotated"
-    value_bits: Annotated[int | None, OneOf(2, 3, 4, None)] = None
-    skip: Count = 0
+    bits: Annotated[int, OneOf(2, 3, 4)] = 4  # of every coordinate of K, and of V without `value_bits`
+    seed: Seed = 0  # seed of the rotations; heads of as many channels share one
+    norm_correction: bool = False  # whether vectors come back in their own length
+    values: Annotated[str, OneOf("rotated", "even")] = "rotated"  # how V is stored, as K or on an even grid of its own
+    value_bits: Annotated[int | None, OneOf(2, 3, 4, None)] = None  # bits of every number of V; None is `bits`
+    skip: Count = 0  # layers that stay whole at either end, at most half of all layers
 
     def packed(self, held: Held) -> float:
         """Bytes of the middle: codes in whole bytes of every vector, a norm, or the scale and least number of V."""
@@ -101,10 +91,7 @@ def rotation(dim: int, seed: int) -> Tensor:
 
 @functools.cache
 def centroids(bits: int) -> Tensor:
-    """The 2^bits levels [2^bits], float64, ascending, that lie nearest to a standard normal number (Lloyd and Max).
-
-    Every level is the mean of the numbers that are nearer to it than to any other.
-    """
+    """The 2^bits levels [2^bits], float64, ascending, that lie nearest to a standard normal number (Lloyd and Max)."""
     normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1)
     levels = normal.icdf((torch.arange(2**bits, dtype=torch.float64) + 0.5) / 2**bits)
     for _ in range(2000):
@@ -117,28 +104,18 @@ def centroids(bits: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Rotation(PageCodec):
-    """A vector's norm, and codes of the coordinates of its direction in a random orthonormal basis.
+    """A vector's norm, and codes of its direction in a random orthonormal basis, the same for all prompts."""
 
-    The basis is weights, the same for all prompts, and is held by no cache.
-
-    bits: of a coordinate, 2, 3 or 4
-    seed: of the random bases
-    norm_correction: whether a vector comes back in its own length
-    """
-
-    bits: int = 4
-    seed: int = 0
-    norm_correction: bool = False
+    bits: int = 4  # of a coordinate, 2, 3 or 4
+    seed: int = 0  # of the random bases
+    norm_correction: bool = False  # whether a vector comes back in its own length
 
     @property
     def why_not_kernel(self) -> str | None:
         return "the kernel reads keys channel by channel, this method stores them rotated"
 
     def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
-        """Codes, uint8 [..., d], and norms [...] of vectors x [..., d].
-
-        code_j = the nearest centroid's number to sqrt(d) (x R)_j / ||x||
-        """
+        """The nearest centroids to sqrt(d) (x R)_j / ||x||, uint8 [..., d], and ||x|| [...]."""
         dim, wide = x.shape[-1], x.to(torch.promote_types(x.dtype, torch.float32))
         norm = wide.norm(dim=-1)
         basis, levels = (t.to(wide) for t in (rotation(dim, self.seed), centroids(self.bits)))
@@ -147,10 +124,7 @@ class Rotation(PageCodec):
         return codes, norm.to(x.dtype)
 
     def decode(self, codes: Tensor, numbers: Tensor, keys: bool) -> Tensor:
-        """The vectors x̂ [..., d] = ||x|| / sqrt(d) c R^T of codes and norms, with c the codes' centroids.
-
-        norm_correction: ||c|| in place of sqrt(d).
-        """
+        """The vectors x̂ [..., d] = ||x|| / sqrt(d) c R^T, c the codes' centroids; ||c|| for sqrt(d) if corrected."""
         dim, wide = codes.shape[-1], numbers.to(torch.promote_types(numbers.dtype, torch.float32))
         basis, levels = (t.to(wide) for t in (rotation(dim, self.seed), centroids(self.bits)))
         levels = levels.sign() if dim == 1 else levels  # one coordinate is 1 or -1, and nothing like normal
@@ -164,11 +138,9 @@ class Even(PageCodec):
     """A vector's numbers on an even grid from its least to its largest one.
 
     code = floor((x - least) / s + 1/2),  s = (largest - least) / (2^bits - 1),  x̂ = code s + least
-
-    bits: of a number, 2, 3 or 4
     """
 
-    bits: int = 4
+    bits: int = 4  # of a number, 2, 3 or 4
 
     @property
     def why_not_kernel(self) -> str | None:
@@ -189,14 +161,11 @@ class Even(PageCodec):
     def pages(
         self, head_dim: int, channels: Channels, dtype: torch.dtype
     ) -> tuple[tuple[Channels, int], tuple[int, int]]:
-        """For K and for V: bytes of a page's codes, and of two numbers per vector."""
         (k, numbers), (v, _) = super().pages(head_dim, channels, dtype)
         return (k, 2 * numbers), (v, 2 * numbers)
 
     def pack(self, codes: Tensor, numbers: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
-        """Planes of whole pages."""
         return super().pack(codes, numbers, keys)[0], numbers.flatten(-2)
 
     def unpack(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> tuple[Tensor, Tensor]:
-        """Codes [..., 64, d] and numbers [..., 64, 2]."""
         return super().unpack(codes, numbers.unflatten(-1, (PAGE, 2)), dim, keys)

@@ -36,45 +36,30 @@ STRIPE = tl.constexpr(16)  # columns: every offset within a page is a multiple o
 
 
 class Group(NamedTuple):
-    """One of the two groups of pages, for one layer.
+    """One of the two groups of pages, for one layer."""
 
-    tables: int32 [batch, blocks], with the stride tables_b; the pages of each row
-    stripes: int32 [H, 5], `PageGroup.table`
-    channels: int32 [H, width], `PageGroup.channels`
-    """
-
-    tables: Any
-    stripes: Any
-    channels: Any
+    tables: Any  # int32 [batch, blocks], with the stride tables_b; the pages of each row
+    stripes: Any  # int32 [H, 5], `PageGroup.table`
+    channels: Any  # int32 [H, width], `PageGroup.channels`
     tables_b: int
     width: int
 
 
 class Form(NamedTuple):
-    """What `decode` is compiled for.
+    """What `decode` is compiled for."""
 
-    H, GROUP, D: KV heads, query heads of each, and channels of a head
-    HEADS, BATCH: powers of two, at least H and the batch
-    TILE: tokens of a tile
-    START: what it costs to begin to read, in units of STRIPE columns of a tile
-    EVEN: whether every head keeps a multiple of 32 channels
-    M, ROWS: rows of a tile, and of a partial result; powers of two, at least GROUP
-    MERGE_LINES: partial results that a merge asks for at a time
-    KEPT_BLOCK, REST_BLOCK: tokens of a page of each group
-    """
-
-    H: int
+    H: int  # H, GROUP, D: KV heads, query heads of each, and channels of a head
     GROUP: int
     D: int
-    HEADS: int
+    HEADS: int  # HEADS, BATCH: powers of two, at least H and the batch
     BATCH: int
-    TILE: int
-    START: int
-    EVEN: bool
-    M: int
+    TILE: int  # tokens of a tile
+    START: int  # what it costs to begin to read, in units of STRIPE columns of a tile
+    EVEN: bool  # whether every head keeps a multiple of 32 channels
+    M: int  # M, ROWS: rows of a tile, and of a partial result; powers of two, at least GROUP
     ROWS: int
-    MERGE_LINES: int
-    KEPT_BLOCK: int
+    MERGE_LINES: int  # partial results that a merge asks for at a time
+    KEPT_BLOCK: int  # KEPT_BLOCK, REST_BLOCK: tokens of a page of each group
     REST_BLOCK: int
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from importlib.util import find_spec
+from types import SimpleNamespace
+from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
@@ -166,22 +168,22 @@ MEMORY = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 @pytest.fixture
-def url(tmp_path):
+def server(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = tmp_path / "log"
     with log.open("w") as file:
         command = [*SERVE, *SERVER, str(port)]
-        server = subprocess.Popen(command, env={**os.environ, **MEMORY}, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, env={**os.environ, **MEMORY}, stdout=file, stderr=subprocess.STDOUT)
     try:
         while "Application startup complete" not in log.read_text():
-            assert server.poll() is None, log.read_text()[-3000:]
+            assert process.poll() is None, log.read_text()[-3000:]
             time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}"
+        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", process=process, log=log)
     finally:
-        server.terminate()
-        server.wait(timeout=60)
+        process.terminate()
+        process.wait(timeout=60)
 
 
 def test_a_server_whose_plug_in_is_not_loaded_does_not_start():
@@ -191,19 +193,52 @@ def test_a_server_whose_plug_in_is_not_loaded_does_not_start():
     assert "leank-serve: this server serves the dense model: worker 0 attends with vllm." in done.stderr
 
 
+UNREGISTERED = """
+from leank.eval.serving.serve import refuse_unregistered
+try:
+    refuse_unregistered()
+except RuntimeError as error:
+    print("refused:", error)
+else:
+    print("taken")
+"""
+
+
+@pytest.mark.parametrize(("plugins", "said"), [("leank", "taken"), ("", "refused: vLLM has no attention backend")])
+def test_a_backend_that_the_plug_in_did_not_register_is_refused(plugins, said):
+    out = python("-c", UNREGISTERED, VLLM_PLUGINS=plugins, LEANK_MASK=str(MASK))
+    assert out.splitlines()[-1].startswith(said)
+
+
 def test_options_that_would_have_no_effect_are_refused():
     done = subprocess.run([*SERVE, *SERVER, "8123", "--headless"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert "leank-serve: it is one HTTP server; drop --headless" in done.stderr
 
 
-def test_no_request_is_lost_and_no_page_stays_held(url):
-    found = json.loads(python("-m", "scripts.bench.serving", "load", url, "--requests", "60").splitlines()[-1])
+def test_no_request_is_lost_and_no_page_stays_held(server):
+    load = ("-m", "scripts.bench.serving", "load", server.url, "--requests", "60")
+    found = json.loads(python(*load).splitlines()[-1])
     assert found["finished by length"] + found["cancelled"] == 60
     assert found["cancelled"] > 0
     assert found["kv_cache_usage_perc"] == found["num_requests_running"] == found["num_requests_waiting"] == 0
-    metrics = urlopen(f"{url}/metrics").read().decode()
+    metrics = urlopen(f"{server.url}/metrics").read().decode()
     assert f'leank_block_bytes{{mask="{MASK.resolve()}"}}' in metrics
+    server.process.terminate()
+    assert server.process.wait(timeout=60) == 0
+    assert "ended by itself" not in server.log.read_text()
+
+
+def test_a_server_whose_engine_is_killed_ends_with_an_error(server):
+    import psutil
+
+    children = psutil.Process(server.process.pid).children()
+    (engine,) = (child for child in children if "EngineCore" in " ".join(child.cmdline()))
+    engine.kill()
+    assert server.process.wait(timeout=60) == 1
+    assert "leank-serve: the process of the engine has ended by itself" in server.log.read_text()
+    with pytest.raises(URLError):
+        urlopen(f"{server.url}/health")
 
 
 def test_a_load_in_steps_leaves_no_page_held_and_no_wrong_reply(tmp_path):

@@ -30,6 +30,7 @@ def rows(method, scores, task="a", kl=0.0, top1=1.0, size=4.0):
         ("think_0.7", ("ThinK", "70", "")),
         ("iap_97pct", ("IAP", "97", "")),
         ("leank_70pct_seed2", ("LeanK", "70", "2")),
+        ("nested_80pct_seed31", ("LeanK", "80", "31")),
         ("kl_90_seed1_cut_50pct", None),
         ("kl_80_r16_seed1", None),
         ("dense", None),
