@@ -61,7 +61,6 @@ from leank_train.forward.fused import fused_attention
 from leank_train.forward.hook import NAME, run_decoder
 from leank_train.forward.plan import Plan, document_pieces, visibility
 from leank_train.objective import distill
-from leank_train.objective.l2 import l2_loss
 from leank_train.stages import OBJECTIVES, read
 from scripts.bench.common import ROOT, SHAPES, Record, clear, device_name, llama8b, wait
 
@@ -108,7 +107,7 @@ def full_sequence(model: PreTrainedModel, ids: Tensor, answer: int, alpha: Tenso
     model.train()
     state = FullSequencePass(ids.shape[1], answer, alpha, sink, window, ids.device)
     scaled = run_decoder(model, ids, at, state)[:, -answer:]
-    loss = l2_loss(full, scaled, torch.tensor([answer]), "official")
+    loss = OBJECTIVES["l2"](model, "official").distance(full, scaled, torch.tensor([answer]))
     distill.backward(loss)
     model.gradient_checkpointing_disable()
     model.set_attn_implementation(before)
