@@ -131,10 +131,7 @@ def prefill_once(
 
 
 def measure(runs: Mapping[str, Callable[[], object]], repeats: int) -> Found:
-    """Seconds of a first run and the median of `repeats` more, and on a GPU the allocator's peak in GB over those.
-
-    The runs take turns, so that a clock that changes meanwhile changes for all of them.
-    """
+    """Seconds of a first run and the median of `repeats` more, and the allocator's peak in GB; the runs take turns."""
     clear()
     wait()
     cuda, seconds = torch.cuda.is_available(), {name: list[float]() for name in runs}
