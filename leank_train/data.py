@@ -50,10 +50,7 @@ class Batch(NamedTuple):
 
 
 def collate(backbone: Backbone, documents: Sequence[Document]) -> Batch:
-    """Tokenise documents into a batch.
-
-    Raises ValueError for documents with different numbers of questions, or an answer without tokens.
-    """
+    """Tokenise documents. Raises ValueError if their numbers of questions differ, or an answer has no tokens."""
     counts = {len(d.questions) for d in documents}
     if len(counts) != 1:
         raise ValueError(f"documents of one batch have {sorted(counts)} questions; mix tasks with the same number")

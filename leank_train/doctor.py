@@ -139,10 +139,7 @@ def commands(name: str, config: PreTrainedConfig) -> list[str]:
 
 
 def examine(name: str, lengths: Sequence[int], batches: Sequence[int]) -> str:
-    """Return what the doctor says of a model; without lengths, of some that the model can read.
-
-    Raises FileNotFoundError without a config, ValueError for one that is damaged.
-    """
+    """Return what the doctor says. Raises FileNotFoundError without a config, ValueError for one that is damaged."""
     config = load_config(name)
     try:
         with torch.device("meta"):

@@ -261,6 +261,7 @@ def _second_order(
     """Add what the widths cost on one document to the losses."""
     model, pruning, answers, (keys, values, empty) = backbone.model, config.pruning, batch.answers, losses
     whole = torch.full((*keys.shape[:2], keys.shape[2] + 2), float(WHOLE), device=keys.device)
+    whole[..., -1] = 1  # the last one is no width, but the share of a head that is there
     positions, k_positions = answer_positions(question, answers.ids, answers.lengths)
     state = CalibrationPass(
         prefix, question, positions, k_positions, whole, pruning.sink, pruning.window, "zero"

@@ -81,10 +81,7 @@ def answer(current: Run, backbone: Backbone, prompts: Sequence[str | list[Messag
 
 
 def cut(backbone: Backbone, prompt: str | list[Message]) -> tuple[str, str, bool]:
-    """Return document and question of a prompt, and whether they hold the chat template.
-
-    Raises ValueError for messages without a chat template, or if the template fails.
-    """
+    """Return a prompt's document and question, and whether they hold the chat template; ValueError if it fails."""
     if not (backbone.before or backbone.after):
         if not isinstance(prompt, str):
             raise BadConfig("data.prompts has messages, and the model no chat template; give lines with a prompt")

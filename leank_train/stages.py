@@ -42,7 +42,7 @@ class StageConfig(Checked):
     # Adam's learning rate, or "auto", which chooses it and Adam's momentum by the number of steps
     lr: Annotated[float, Gt(0), Le(1), "scores lie in [0, 1], and the paper has 0.02"] | Auto
     schedule: Annotated[str, OneOf(*distill.SCHEDULES)] = "official"  # of the learning rate; see `distill.lr_factor`
-    reduction: Annotated[str, OneOf(*distill.REDUCTIONS)] = "official"  # of the distance; see `l2.l2_loss`
+    reduction: Annotated[str, OneOf(*distill.REDUCTIONS)] = "official"  # of the distance; see `l2.L2`
     clamp: bool = True  # whether alpha stays in [0, 1]
     empty_heads: Annotated[str, OneOf(*EMPTY_HEADS)] = "zero"  # what Eq. 1 does for a head without channels
     lam: Annotated[float, Ge(0), Le(1000), "the paper has 0.06"] | Auto = 0.0  # "auto" steers it to the pruning ratio

@@ -39,10 +39,7 @@ class Validation(TypedDict):
 
 
 def validate(config: RunConfig, backbone: Backbone, mask: ChannelMask, out: Path) -> Validation:
-    """Score the mask, dense, ThinK and the masks that need no training on the same unseen samples.
-
-    Writes `validation.md` into the folder `out`, and prints its table.
-    """
+    """Score the mask, dense, ThinK and untrained masks on the same unseen samples; write and print validation.md."""
     settings = config.validation
     model = ModelConfig(**asdict(config.model), device=str(backbone.model.device))
     methods = compared(config, mask)

@@ -130,10 +130,7 @@ def rerun(sweep: Path, at_once: int) -> int:
 
 
 def scores(sweep: Path) -> pd.DataFrame:
-    """Every score (0-100) of every member that is done: settings that differ, seed, source, method, task, score.
-
-    Raises SystemExit where there is none, or where two members have equal settings.
-    """
+    """Every score (0-100) of every member that is done: settings that differ, seed, source, method, task, score."""
     found, configs = {}, {}
     for folder in sorted(file.parent for file in sweep.rglob(RESULT)):
         config = plain(OmegaConf.load(folder / "config.yaml"))  # type: ignore[arg-type]

@@ -43,11 +43,7 @@ class RestBlocks:
         return max(0, computed - self.window) // self.block
 
     def tail(self, end: int) -> int:
-        """The first page that a step which ends before position `end` stores behind the sink.
-
-        A prefix hit on what it computed ends at a multiple of `hit`, before the last position, and reads the window
-        before that.
-        """
+        """The first page that a step up to `end` stores behind the sink: a prefix hit, before `end`, reads a window."""
         return self.first_in_window(max(0, end - 1) // self.hit * self.hit)
 
     def stored(self, page: int, end: int) -> bool:

@@ -85,10 +85,7 @@ class Branch:
 
 
 def checked_lengths(lengths: Sequence[int] | Tensor, ids: Tensor) -> Tensor:
-    """Lengths [R] of ids [R, T] on the host; lengths on a GPU make it wait.
-
-    Raises ValueError if a length is not between 1 and T, or their number is not R.
-    """
+    """Lengths [R] of ids [R, T] on the host. Raises ValueError if they are not R numbers from 1 to T."""
     lengths = torch.as_tensor(lengths).cpu()
     if lengths.shape != ids.shape[:1] or lengths.min() < 1 or lengths.max() > ids.shape[1]:
         wanted = amount(ids.shape[0], "number")

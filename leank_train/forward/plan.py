@@ -165,10 +165,7 @@ class Layout:
 
 
 class Plan:
-    """The pieces that the rows of a pass read, and their layouts.
-
-    pieces: disjoint for each row; together they are all keys that the row sees.
-    """
+    """The pieces that the rows of a pass read, which are disjoint and all keys that a row sees, and their layouts."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = tuple(pieces)

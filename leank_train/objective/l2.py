@@ -10,20 +10,15 @@ from leank_train.objective.distill import counted
 
 @objective("l2")
 class L2(Objective):
-    """||H_full - H_scaled||^2 (section 3.1)."""
+    """||H_full - H_scaled||_2^2 (section 3.1), computed in float32 (float64 stays).
+
+    "official" is the mean over hidden units and all answer tokens of the batch; "paper" is the sum over both, averaged
+    over the R sequences.
+    """
 
     def distance(self, full: Tensor, scaled: Tensor, lengths: Tensor) -> Tensor:
-        return l2_loss(full, scaled, lengths, self.reduction)
-
-
-def l2_loss(full: Tensor, scaled: Tensor, lengths: Tensor, reduction: str) -> Tensor:
-    """Return the L2 distance of `Objective.distance`, computed in float32 (float64 stays).
-
-    reduction: "official" is the mean over hidden units and all answer tokens of the batch; "paper" is the sum over
-        both, ||H_full - H_scaled||_2^2, averaged over the R sequences.
-    """
-    dtype = torch.promote_types(full.dtype, torch.float32)
-    counts = to_device(counted(lengths, full.shape[1]), full.device)
-    # Padding is replaced, not multiplied by 0: a NaN in it must not reach the loss or the gradient.
-    squares = torch.where(counts[..., None], full.to(dtype) - scaled.to(dtype), 0.0).square()
-    return squares.mean(-1).sum() / counts.sum() if reduction == "official" else squares.sum() / len(lengths)
+        dtype = torch.promote_types(full.dtype, torch.float32)
+        counts = to_device(counted(lengths, full.shape[1]), full.device)
+        # Padding is replaced, not multiplied by 0: a NaN in it must not reach the loss or the gradient.
+        squares = torch.where(counts[..., None], full.to(dtype) - scaled.to(dtype), 0.0).square()
+        return squares.mean(-1).sum() / counts.sum() if self.reduction == "official" else squares.sum() / len(lengths)

@@ -57,10 +57,7 @@ class Signals:
             self.leave(first=True)
 
     def leave(self, first: bool) -> NoReturn:
-        """End this process; after USR1 the first process puts the job back into the queue.
-
-        Raises SystemExit, which launchers do not take for a result, or RuntimeError if Slurm refuses to requeue.
-        """
+        """Raise SystemExit; after USR1 the first process requeues the job (RuntimeError if Slurm refuses)."""
         job, starts = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", 0))
         again = bool(job) and self.received == signal.SIGUSR1 and starts < self.requeues
         if first and again:

@@ -29,10 +29,7 @@ def check_origin(state: object, of: list[str], path: str | Path, cure: str) -> N
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Checkpoints that appear whole or not at all; the one before the last is kept as `PREVIOUS`.
-
-    Every checkpoint names stage and fingerprint of the config (`of`); shape: of the stage's scores.
-    """
+    """Checkpoints that appear whole or not at all, and name stage and config (`of`); `PREVIOUS` is an older one."""
 
     def __init__(self, of: Sequence[str], shape: torch.Size) -> None:
         super().__init__()

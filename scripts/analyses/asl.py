@@ -153,10 +153,7 @@ def third(source: Source) -> int:
 
 
 def layer_scores(source: Source, rule: ASL, task: str, length: int, sample: int) -> list[Tensor]:
-    """The score of every token before the window in every layer, each [T - window], as ASL ranks them.
-
-    Raises ValueError for a rule that does not fit the model or a prompt that is not longer than the budget.
-    """
+    """The score of each token before the window, [T - window] per layer; ValueError if the budget holds all."""
     rule.check(source.config, source.need_model()[1])
     found = source.layers(task, length, sample, rule.window)
     tokens = found[0][1].keys.shape[2]

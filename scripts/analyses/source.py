@@ -70,10 +70,7 @@ class Source:
         return self.need_model()[0].config.get_text_config(decoder=True)
 
     def sample(self, task: str, length: int, index: int) -> Sample:
-        """Sample number `index` of a task at `length` tokens of prompt and reply.
-
-        Raises ValueError for an unknown task and for a length that is too short for it or too long for the model.
-        """
+        """Sample number `index` of a task at `length` tokens of prompt and reply; ValueError for a wrong length."""
         tokenizer, limit = self.need_model()[1], getattr(self.config, "max_position_embeddings", None)
         if limit is not None and length > limit:
             raise ValueError(f"length={length} is more than the model's max_position_embeddings={limit}; lower it")
@@ -117,10 +114,7 @@ def full_attention(prompt: Prefill) -> list[tuple[int, PromptLayer]]:
 
 
 def chosen_layers(wanted: Sequence[int] | None, count: int) -> list[int]:
-    """The layers to show: those `wanted`, or if it is None the first, the middle and the last.
-
-    Raises ValueError for a layer that the model does not have.
-    """
+    """The layers to show, by default the first, the middle and the last. Raises ValueError for unknown ones."""
     layers = sorted({0, count // 2, count - 1}) if wanted is None else list(wanted)
     if wrong := [layer for layer in layers if not 0 <= layer < count]:
         raise ValueError(f"layers={layers}: the model has the layers 0 to {count - 1}, not {wrong[0]}")

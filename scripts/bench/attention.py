@@ -175,10 +175,7 @@ def reading_us(size: int) -> float:
 
 
 def fitted(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """The line time = fixed + bytes / rate through the layers `rows`, by least squares.
-
-    Returns (fixed microseconds of a launch, rate in GB/s); both are NaN if all layers have the same bytes.
-    """
+    """The line time = fixed (us) + bytes / rate (GB/s) through layers, by least squares; NaN if all bytes are equal."""
     size, us = (np.array([float(row[key]) for row in rows]) for key in ("bytes", "us"))
     if len(set(size)) < 2:
         return float("nan"), float("nan")

@@ -50,7 +50,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -325,43 +325,19 @@ def most_rows(size: int) -> int:
     return max(2, int((free - WORK_SPACE) / size) + 1)
 
 
-@dataclass(frozen=True)
-class Passed:
-    """A pass over a prompt, the least seconds of as many as were run, and how it makes place for a batch."""
-
-    prompt: Prefill
-    seconds: float
-    passes: int
-    aside: Aside
-
-
-def passed_over(bench: Bench, methods: Sequence[Method], length: int, timed: bool) -> Passed:
-    """A pass that these methods share; timed: whether anyone asks for the seconds.
+def passed_over(bench: Bench, methods: Sequence[Method], length: int, timed: bool) -> tuple[Prefill, float, int]:
+    """A pass that these methods share, the least seconds of it, if `timed`, and how many were run.
 
     The first of a length takes about a second more than the others: it meets shapes that nothing was prepared for.
     """
     queries = max(method.obs_queries for method in methods)
     prompt, first = bench.prefill(methods[0], length, queries, timed)
     if first > LONG or not timed:
-        return Passed(prompt, first, 1, Aside(prompt))
+        return prompt, first, 1
     del prompt
     clear()
     prompt, second = bench.prefill(methods[0], length, queries)
-    return Passed(prompt, min(first, second), 2, Aside(prompt))
-
-
-def one(row: Record, bench: Bench, method: Method, passed: Passed, last: bool) -> None:
-    """Fill one row. last: whether nothing needs the pass afterwards."""
-    rows, prompt = row["rows"], passed.prompt
-    assert isinstance(rows, int | str)
-    if prompt.selected_at:
-        row["layer"] = prompt.selected_at[0]
-    if rows == 1:
-        cache, cache_s = bench.cache(method, prompt)
-        row.update(prefill_s=passed.seconds, passes=passed.passes, cache_s=cache_s, ttft_s=passed.seconds + cache_s)
-        bench.decode_one(row, method, prompt, cache)
-    else:
-        bench.decode(row, method, prompt, passed.aside, rows, last)
+    return prompt, min(first, second), 2
 
 
 def measure(
@@ -372,20 +348,28 @@ def measure(
             if not table.has({"method": method.label, "length": length, "rows": asked})]  # fmt: skip
     if not left:
         return
-    sharing, passed, failure = list({method.label: method for method, _ in left}.values()), None, None
+    sharing, aside, failure = list({method.label: method for method, _ in left}.values()), None, None
     try:
-        passed = passed_over(bench, sharing, length, any(asked == 1 for _, asked in left))
+        prompt, spent, passes = passed_over(bench, sharing, length, any(asked == 1 for _, asked in left))
+        aside = Aside(prompt)
     except RuntimeError as error:  # it costs the methods that share the pass
         failure = error
 
-    def work(row: Record, method: Method, last: bool) -> None:
-        if passed is None:
+    def work(row: Record, method: Method, rows: int | str, last: bool) -> None:
+        if aside is None:
             raise failure or RuntimeError("no pass")
-        one(row, bench, method, passed, last)
+        if prompt.selected_at:
+            row["layer"] = prompt.selected_at[0]
+        if rows == 1:
+            cache, cache_s = bench.cache(method, prompt)
+            row.update(prefill_s=spent, passes=passes, cache_s=cache_s, ttft_s=spent + cache_s)
+            bench.decode_one(row, method, prompt, cache)
+        else:
+            bench.decode(row, method, prompt, aside, rows, last)
 
     for number, (method, asked) in enumerate(left, 1):
         row: Record = {"method": method.label, "length": length, "rows": asked}
-        table.add(row, partial(work, method=method, last=number == len(left)))
+        table.add(row, partial(work, method=method, rows=asked, last=number == len(left)))
         for launches in bench.launches:
             kernels.add(launches)
         bench.launches = []

@@ -207,10 +207,7 @@ def ratios_page(lines: Sequence[Line]) -> str:
 
 
 def by_turn(rows: Iterable[ResultRow]) -> list[Line]:
-    """A line for each mode, task and method: recall by turn and in all (0 to 100), its 95% interval, the cache's share.
-
-    Raises ValueError where no row is of a conversation.
-    """
+    """A line for each mode, task and method: recall by turn and in all (%), its 95% interval, the cache's share."""
     table = pd.DataFrame([
         {"mode": str(row["meta"]["mode"]), "method": row["method"], "turn": int(row["meta"]["turn"]),
          "task": row["task"].removesuffix(f"_{row['meta']['mode']}"), "recall": 100 * row["score"],

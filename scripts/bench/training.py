@@ -61,7 +61,6 @@ from leank_train.forward.fused import fused_attention
 from leank_train.forward.hook import NAME, run_decoder
 from leank_train.forward.plan import Plan, document_pieces, visibility
 from leank_train.objective import distill
-from leank_train.objective.l2 import l2_loss
 from leank_train.stages import OBJECTIVES, read
 from scripts.bench.common import ROOT, SHAPES, Record, clear, device_name, llama8b, wait
 
@@ -108,7 +107,7 @@ def full_sequence(model: PreTrainedModel, ids: Tensor, answer: int, alpha: Tenso
     model.train()
     state = FullSequencePass(ids.shape[1], answer, alpha, sink, window, ids.device)
     scaled = run_decoder(model, ids, at, state)[:, -answer:]
-    loss = l2_loss(full, scaled, torch.tensor([answer]), "official")
+    loss = OBJECTIVES["l2"](model, "official").distance(full, scaled, torch.tensor([answer]))
     distill.backward(loss)
     model.gradient_checkpointing_disable()
     model.set_attn_implementation(before)
@@ -132,10 +131,7 @@ def prefill_once(
 
 
 def measure(runs: Mapping[str, Callable[[], object]], repeats: int) -> Found:
-    """Seconds of a first run and the median of `repeats` more, and on a GPU the allocator's peak in GB over those.
-
-    The runs take turns, so that a clock that changes meanwhile changes for all of them.
-    """
+    """Seconds of a first run and the median of `repeats` more, and the allocator's peak in GB; the runs take turns."""
     clear()
     wait()
     cuda, seconds = torch.cuda.is_available(), {name: list[float]() for name in runs}

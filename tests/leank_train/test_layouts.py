@@ -19,6 +19,7 @@ from leank_train import layouts
 from leank_train.data import HELD_OUT, collate
 from leank_train.forward.stored import stored_student
 from leank_train.layouts import LayoutStage, Losses, closed_form
+from leank_train.objective.distill import counted
 from leank_train.objective.kl import kl_loss
 from leank_train.settings import check
 from leank_train.stages import PruningConfig, Stage, StageConfig, read
@@ -214,6 +215,32 @@ def test_the_closed_form_predicts_what_is_measured(model_folder, monkeypatch):
     ratio = torch.tensor(measured) / torch.tensor(predicted)
     assert ((ratio > 0.6) & (ratio < 1.6)).all(), ratio
     assert (losses.keys[..., -1] == 0).all()
+
+
+def test_the_closed_form_is_measured_on_the_dense_model(model_folder, monkeypatch):
+    """The pass that gives the gradients has the dense model's rows, in a document and in questions."""
+    config = check(settings(model_folder, *LAYOUTS))
+    backbone = backbones.load(str(model_folder), "float32")
+    documents = config.mixture(backbone, per_length=config.data.documents)
+    dense, passed = [], []
+
+    def towards_labels(head, rows, generator):
+        passed.append(rows)
+        return torch.zeros_like(rows)
+
+    def noted(*given):
+        found = read(*given)
+        dense.append(found[2].flatten(0, 1))
+        return found
+
+    monkeypatch.setattr(layouts, "DOCUMENTS", 1)
+    monkeypatch.setattr(layouts, "DRAWS", 1)
+    monkeypatch.setattr(layouts, "read", noted)
+    monkeypatch.setattr(layouts, "_towards_labels", towards_labels)
+    closed_form(config, backbone, None)
+    batch = collate(backbone, [documents[3 * HELD_OUT]])
+    rows = counted(batch.answers.lengths, batch.answers.ids.shape[1]).flatten()
+    torch.testing.assert_close(passed[0], dense[0][rows], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from leank.eval.cache import compressed_cache
 from leank.mask import ChannelMask
 from leank_train.forward.branching import branch, prefill, student
 from leank_train.objective.distill import answer_rows
-from leank_train.objective.l2 import l2_loss
+from leank_train.objective.l2 import L2
 from tests.conftest import tiny_model
 from tests.helpers.branches import ANSWERS, DOCUMENTS, QUESTIONS, batch, pad, scores
 from tests.oracles.plain_forward import plain_forward
@@ -131,7 +131,7 @@ def test_a_step_never_waits_for_the_gpu():
             prefix = prefix.center_(torch.ones(alpha.shape))
             zones = {"sink": 2, "window": 4, "empty_heads": "drop"}
             hidden = student(model, prefix, teacher.cut(QUESTIONS), answer_ids, ANSWERS, alpha, **zones)
-            l2_loss(full, hidden, torch.tensor(ANSWERS), "official").backward()
+            L2(None, "official").distance(full, hidden, torch.tensor(ANSWERS)).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert alpha.grad.isfinite().all()

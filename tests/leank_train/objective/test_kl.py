@@ -20,7 +20,7 @@ from leank.mask import ChannelMask
 from leank_train.objective import steering
 from leank_train.objective.distill import answer_rows, backward, l1_penalty, lr_factor, straight_through
 from leank_train.objective.kl import kl_loss
-from leank_train.objective.l2 import l2_loss
+from leank_train.objective.l2 import L2
 from leank_train.objective.steering import Separation, learning_rate, steer, wanted_mean
 from leank_train.settings import fingerprint
 from leank_train.train import run
@@ -164,14 +164,14 @@ def test_losses_against_loops():
     squares = [(full[r, t] - scaled[r, t]).square() for r in range(3) for t in range(lengths[r])]
     expected = {"official": sum(s.mean() for s in squares) / 7, "paper": sum(s.sum() for s in squares) / 3}
     for reduction, value in expected.items():
-        loss = l2_loss(full, scaled, torch.tensor(lengths), reduction)
+        loss = L2(None, reduction).distance(full, scaled, torch.tensor(lengths))
         torch.testing.assert_close(loss, value)
         assert torch.autograd.grad(loss, scaled)[0].isfinite().all()
 
 
 def test_half_precision_is_distilled_in_float32():
     full, scaled = torch.full((1, 1, 4), 256.0).bfloat16(), torch.full((1, 1, 4), 2.0).bfloat16()
-    loss = l2_loss(full, scaled, torch.tensor([1]), "official")
+    loss = L2(None, "official").distance(full, scaled, torch.tensor([1]))
     assert loss.dtype == torch.float32
     assert loss.item() == 254.0**2
 
@@ -184,7 +184,7 @@ def test_answer_rows_past_the_last_one_repeat_it():
 def test_bad_losses_are_named():
     zeros = torch.zeros(1, 2, 3)
     with pytest.raises(ValueError, match="loss is nan"):
-        backward(l2_loss(zeros, zeros.clone().requires_grad_() * math.nan, torch.tensor([2]), "paper"))
+        backward(L2(None, "paper").distance(zeros, zeros.clone().requires_grad_() * math.nan, torch.tensor([2])))
     with pytest.raises(ValueError, match="loss is nan"):  # on a rank whose own is finite, too
         backward(torch.ones((), requires_grad=True), of_all=torch.tensor(math.nan))
 
