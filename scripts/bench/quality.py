@@ -299,6 +299,7 @@ def draw_kl(axes: Axes, table: pd.DataFrame) -> None:
     for name, share, height in zip(others["method"], others["share"], heights, strict=True):
         axes.annotate(name, (share, 10**height), (6, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set(xlabel="% of the dense cache's bytes", ylabel="KL from dense, nats a token", yscale="log")
+    axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))  # mathtext is off
     axes.legend(loc="lower left")
 
 
