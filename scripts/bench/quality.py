@@ -12,7 +12,8 @@ ratios     a line for each method and share of K channels pruned: recall (and po
 turns      recall of conversations (benchmark=multi_turn) by turn. A report counts turns as independent samples; here
            the mean of a conversation's turns is one number
 picture    the README's picture of recall, of tables that `ratios` wrote: a transparent SVG, to be read on white and on
-           black; of several tables, each has a panel with the name of its folder
+           black; of several tables, each has a panel with the name of its folder. Of a table with the columns
+           method, budget, bytes and kl, such as docs/results/smollm2/layouts.csv: KL against bytes
 
 Every interval is a 95% bootstrap interval. Tables by task, of any run, are those of python -m leank.eval report.
 """
@@ -282,6 +283,26 @@ def draw_recall(axes: Axes, table: pd.DataFrame) -> None:
     axes.set_xticks([r for r, after in zip(ratios, [*ratios[1:], np.inf], strict=True) if after - r > crowded])
 
 
+def draw_kl(axes: Axes, table: pd.DataFrame) -> None:
+    """KL against bytes: a line through the means of a method's budgets, with its seeds as dots; others as points."""
+    plain(axes)
+    table = table.assign(kl=table["kl"].astype(float), share=100 * table["bytes"].astype(float))
+    table = table[table["kl"] > 0]  # a logarithmic axis has no place for dense
+    colours = iter(COLOURS.values())
+    for method, mine in table[table["budget"] != ""].groupby("method", sort=False):
+        means, colour = mine.groupby("budget")[["share", "kl"]].mean(), next(colours)
+        axes.plot(means["share"], means["kl"], color=colour, linewidth=1.6, label=str(method).replace("_", " "))
+        axes.scatter(mine["share"], mine["kl"], 12, color=colour)
+    others = table[table["budget"] == ""]
+    axes.scatter(others["share"], others["kl"], 26, color=INK, marker="D")
+    heights = spread(np.log10(others["kl"]).tolist(), 0.2)
+    for name, share, height in zip(others["method"], others["share"], heights, strict=True):
+        axes.annotate(name, (share, 10**height), (6, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.set(xlabel="% of the dense cache's bytes", ylabel="KL from dense, nats a token", yscale="log")
+    axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))  # mathtext is off
+    axes.legend(loc="lower left")
+
+
 def to_svg(figure: Figure) -> str:
     """The figure as a file of its own: transparent, with text as text, in a tone between black and white."""
     out = io.StringIO()
@@ -290,11 +311,12 @@ def to_svg(figure: Figure) -> str:
 
 
 def picture(tables: Sequence[Path], out: Path) -> None:
-    """Draw tables that `ratios` wrote, one below the other."""
+    """Draw tables one below the other: those that `ratios` wrote, and those of budgets."""
     with matplotlib.rc_context(LOOK):
         figure = sheet(3.6 * len(tables), 7.2)
         for axes, file in zip(figure.subplots(len(tables), squeeze=False)[:, 0], tables, strict=True):
-            draw_recall(axes, pd.read_csv(file, dtype=str, keep_default_na=False))
+            table = pd.read_csv(file, dtype=str, keep_default_na=False)
+            (draw_kl if "budget" in table else draw_recall)(axes, table)
             if len(tables) > 1:
                 axes.set_title(f"model={file.parent.name}", loc="left")
         write_text(out, to_svg(figure))

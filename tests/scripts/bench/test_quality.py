@@ -184,3 +184,13 @@ def test_tables_of_two_models_have_a_panel_each(tmp_path):
     main(["picture", *map(str, files), "--out", str(tmp_path / "recall.svg")])
     wanted = {"model=one", "model=two", "dense 90.0%", "dense 91.0%", "LeanK 60.0%", "LeanK 61.0%"}
     assert wanted <= set(texts(tmp_path / "recall.svg"))
+
+
+def test_kl_over_bytes(tmp_path):
+    lines = ["method,budget,seed,bytes,kl", "dense,,,1.0,0", "kivi,,,0.38,0.03"]
+    lines += [f"closed_form,{budget},{seed},{budget},{0.001 * seed}" for budget in (0.1, 0.2) for seed in (1, 2)]
+    (tmp_path / "layouts.csv").write_text("\n".join(lines))
+    main(["picture", str(tmp_path / "layouts.csv"), "--out", str(tmp_path / "kl.svg")])
+    found = texts(tmp_path / "kl.svg")
+    assert {"kivi", "closed form"} <= set(found)
+    assert "dense" not in found
