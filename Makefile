@@ -40,7 +40,7 @@ demo: $(VENV)/base
 	@echo "report     $(OUT)/eval/report.html"
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n auto --dist loadfile
+	$(BIN)/python -m pytest -q -n auto --dist worksteal
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/codespell
