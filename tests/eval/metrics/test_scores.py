@@ -111,13 +111,8 @@ def test_infinitebench_s_scores_are_those_of_the_official_code(row):
         ("infinitebench", "longbook_choice_eng", "Because", ["x", "B"], 1),
         ("infinitebench", "longbook_choice_eng", "\nBecause", ["x", "B"], 1),
         ("infinitebench", "longbook_choice_eng", "x", ["x", "B"], 1),
-        (
-            "infinitebench",
-            "longbook_choice_eng",
-            "the answer is not B",
-            ["x", "B"],
-            0,
-        ),  # what follows the phrase decides
+        # what follows the phrase decides
+        ("infinitebench", "longbook_choice_eng", "the answer is not B", ["x", "B"], 0),
         ("infinitebench", "longbook_choice_eng", "the answer is B", ["x", "B"], 1),
         ("infinitebench", "longbook_choice_eng", "the answer is:\nB", ["x", "B"], 1),
         ("infinitebench", "longbook_choice_eng", "I say AB or B", ["x", "B"], 0),
