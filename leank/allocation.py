@@ -42,10 +42,11 @@ def allocate(
 ) -> list[Precision]:
     """Return the layout of the smallest loss for each budget; a larger budget never makes a width smaller.
 
-    A layout spends its budget but for less than the next move costs; at the budgets where a move ends, no layout of
-    these blocks has a smaller loss, unless some head's V gains more than all of its keys. The blocks
-    of a head hold channels whose losses are alike: its channels are sorted by their losses, each width's over the mean
-    of its head, summed over the widths.
+    A layout spends its budget but for less than the next move costs. At the budgets where a move ends, no layout of
+    these blocks has a smaller loss, if the first step of each head gains less per byte than its best block alone. Where
+    it gains more, a first block of fewer bits could save more per byte, as V comes with it. The blocks of a head hold
+    channels whose losses are alike: its channels are sorted by their losses, each width's over the mean of its head,
+    summed over the widths.
 
     keys: loss of each channel at each of `KEY_BITS`, [L, H, D, 6].
     values: loss of each head's V at each of `VALUE_BITS`, [L, H, 5].
