@@ -137,11 +137,13 @@ def test_interpreted_on_random_shapes(policy, lengths, counts, sizes, group, ste
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "dim"), [*((one, 64) for one in POLICIES), ("tova", 192), ("rkv", 192), ("rkv", 256)]
+)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_many_steps_interpreted(policy):
+def test_many_steps_interpreted(policy, dim):
     """Rows of unequal length, one without a token now and then; a head of few channels and one of none."""
-    pair = Pair(POLICIES[policy](), [52, 31], [64, 0], Sizes(3, 8, 4), 64, 2, 1)
+    pair = Pair(POLICIES[policy](), [52, 31], [dim, 0], Sizes(3, 8, 4), dim, 2, 1)
     pages = set()
     for step in range(10):
         real = torch.tensor([[True], [step % 7 != 3]], device=DEVICE)
@@ -151,9 +153,11 @@ def test_many_steps_interpreted(policy):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_thousand_steps_on_the_device(policy):
-    pair = Pair(POLICIES[policy](), [300, 41, 170], [128, 0, 33, 96], Sizes(4, 32, 16), 128, 4, 1)
+@pytest.mark.parametrize(
+    ("policy", "dim"), [*((one, 128) for one in POLICIES), ("h2o", 256), ("rkv", 192), ("rkv", 256)]
+)
+def test_a_thousand_steps_on_the_device(policy, dim):
+    pair = Pair(POLICIES[policy](), [300, 41, 170], [dim, 0, 33, 96], Sizes(4, 32, 16), dim, 4, 1)
     for step in range(1000):
         real = torch.tensor([[True], [step % 7 != 3], [True]], device=DEVICE)
         pair.step(1, None if real.all() else real, bits=step % 20 == 0)
@@ -244,7 +248,7 @@ def compare(keys, there, threshold, tiles):
     st.integers(1, 2),
     st.integers(1, 2),
     st.integers(1, 90),
-    st.sampled_from([16, 64]),
+    st.sampled_from([16, 64, 192]),
     st.sampled_from([0.0, 0.3, 1.0]),
     st.sampled_from([0.0, 0.2, 0.5, 1.0]),
     st.sampled_from([0, 5, 10**6]),
@@ -318,7 +322,7 @@ def test_scores_of_a_round_are_those_of_the_slow_form(counts, lengths, ends, ker
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiles", [kernels.DEFAULT, kernels.Tiles(tile=128, warps=8)])
+@pytest.mark.parametrize("tiles", [kernels.tiles_of(128), kernels.Tiles(tile=128, warps=8)])
 def test_redundancy_on_the_device(tiles):
     for tokens, repeats, threshold in ((3000, 0.3, 0.5), (1144, 0.0, 0.5), (70, 1.0, 0.0), (4096, 0.0, 0.9)):
         keys = random_keys(2, 4, tokens, 128, repeats, 0)

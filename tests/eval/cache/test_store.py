@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import pad
 
 from leank.eval.cache import Sizes
-from leank.eval.cache.attention.backend import Auto
+from leank.eval.cache.attention.backend import UNTRIED, Auto, why_not_shape
 from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.memory import measure_store
 from leank.eval.cache.storage import segment as writing
@@ -215,6 +215,15 @@ def test_the_kernel_says_what_it_cannot(monkeypatch):
         assert isinstance(Auto().choose(store, q), Plain)
     with pytest.raises(RuntimeError, match="cannot run: the kernel reads groups of 32 or 64 numbers"):
         Auto(insist=True).choose(store, q)
+
+
+@pytest.mark.parametrize("dim", UNTRIED)
+def test_a_head_dim_that_no_gpu_has_run_is_taken_where_it_is_asked_for(dim):
+    """Over numbers in 16 bits; other kernels do not have it at all."""
+    assert 'backend="triton" takes it' in why_not_shape(dim, 4, False, Middle().kernel_dims)
+    assert why_not_shape(dim, 4, True, Middle(eviction=HeavyHitters(4)).kernel_dims) is None
+    for other in (Middle(bits=Packing(4, 32)), Middle(reads=object())):
+        assert "has head_dim 64 and 128, the model" in why_not_shape(dim, 4, True, other.kernel_dims)
 
 
 def test_pruned_v_stays_out_of_kernels_that_evict_or_choose():
