@@ -1,6 +1,7 @@
 """Documents have the length asked for and their chat template; a mixture is a list of them addressed by index."""
 
 import copy
+import itertools
 import pickle
 import time
 from collections import Counter
@@ -39,21 +40,15 @@ def build(name: str, length: int, kind: str, questions: int) -> Document:
     return task.build(Request(name, length, TokenCounter(tokenizer(kind)), 5, 2, questions))
 
 
-@pytest.mark.parametrize("length", [1024, 4096, 16384])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", TRAINING)
-def test_training_documents_have_the_exact_length(name, kind, length):
-    document = build(name, length, kind, questions=3)
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [*itertools.product(TRAINING, (1024, 4096, 16384)), *itertools.product(OTHERS, (1024, 9000))],
+)
+def test_documents_have_the_exact_length(name, length, kind):
+    document = build(name, length, kind, questions=3 if name in TRAINING else 1)
     assert 0.98 * length <= tokens(document, kind) <= length
-    assert abs(document.length - tokens(document, kind)) <= 3
-
-
-@pytest.mark.parametrize("length", [1024, 9000])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OTHERS)
-def test_ruler_tasks_can_be_exact_too(name, kind, length):
-    document = build(name, length, kind, questions=1)
-    assert 0.98 * length <= tokens(document, kind) <= length
+    assert name in OTHERS or abs(document.length - tokens(document, kind)) <= 3
 
 
 @pytest.mark.parametrize("reserve", [0, 40])

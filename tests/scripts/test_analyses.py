@@ -29,6 +29,7 @@ from scripts.analyses.table import PLACE, Table
 from scripts.analyses.think import UNIFORM, magnitudes, singular_energy
 from tests import ROOT
 from tests.helpers.text_tokenizers import tokenizer
+from tests.oracles.attention import weights
 from tests.oracles.plain_forward import plain_forward
 
 LAYERS, HEADS, GROUP, DIM = 3, 2, 2, 8
@@ -87,8 +88,7 @@ def qkv(ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 def attention(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """The whole matrix of causal attention weights [Hq, T, T]."""
-    logits = q @ k.mT / DIM**0.5
-    return logits.masked_fill(~torch.ones(logits.shape[-2:], dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+    return weights(q[None], k[None])[0]
 
 
 def only(table, **wanted):

@@ -17,6 +17,7 @@ from leank.eval.inference import observe
 from leank.eval.inference.observe import Tiles, attend_and_sum, received
 from leank.eval.inference.prefill import prefill
 from tests.helpers.cache_oracle import left_padded, tiny_model
+from tests.oracles.attention import causal, weights
 
 SMALL = Tiles(keys=32, queries=16)
 
@@ -27,21 +28,8 @@ def of_groups(each, keys):
 
 
 def matrix(queries, keys, real=None, scaling=None, softmax=PLAIN):
-    """The whole softmax matrix [B, Hq, S, T] of the last S queries, a row at a time; padding is zero."""
-    (batch, heads, count, dim), (length, group) = queries.shape, (keys.shape[2], queries.shape[1] // keys.shape[1])
-    out = queries.new_zeros(batch, heads, count, length)
-    for b in range(batch):
-        for h in range(heads):
-            for t in range(count):
-                at = length - count + t
-                sees = [j for j in range(at + 1) if real is None or real[b, j]]
-                if real is None or real[b, at]:
-                    logits = keys[b, h // group, sees] @ queries[b, h, t] * (dim**-0.5 if scaling is None else scaling)
-                    if softmax.softcap is not None:
-                        logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
-                    sink = 0 if softmax.sink_logits is None else torch.exp(softmax.sink_logits[h])
-                    out[b, h, t, sees] = torch.exp(logits) / (torch.exp(logits).sum() + sink)
-    return out
+    """The whole softmax matrix [B, Hq, S, T] of the last S queries; padding is zero."""
+    return weights(queries, keys, scaling, causal(queries.shape[2], keys.shape[2], real), *softmax)
 
 
 def close(found, expected, tolerance=None):

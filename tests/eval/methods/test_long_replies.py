@@ -24,6 +24,7 @@ from leank.eval.methods.tokens.rkv import RKV
 from leank.eval.methods.tokens.tova import TOVA
 from leank.mask import ChannelMask
 from tests.oracles import cache_attention as naive
+from tests.oracles.attention import weights as attention_weights
 
 RUNNING = []  # the slow form whose turn it is
 
@@ -76,8 +77,7 @@ class Slow:
     def prompt(self, index, q, k, v, scaling):
         heads, tokens = k.shape[:2]
         group, choice, sizes = len(q) // heads, self.choice, self.sizes
-        logits = q @ k.repeat_interleave(group, 0).mT * scaling
-        weights = logits.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+        weights = attention_weights(q[None], k[None], scaling)[0]
         sums = weights.sum(1).unflatten(0, (heads, group)).sum(1)
         start = max(sizes.sink, tokens - sizes.window)
         certain = start

@@ -19,6 +19,8 @@ from leank.eval.serving.plan import RestBlocks
 from leank.mask import ChannelMask
 from tests import ROOT
 from tests.oracles import cache_attention as naive
+from tests.oracles.attention import attention as attend_plainly
+from tests.oracles.attention import causal
 
 
 def random_layout(seed, block=16, dim=32, layers=2, heads=3):
@@ -189,22 +191,14 @@ def decoded_by_the_cache(keep, prompt, k, v, q):
 
 
 def plainly(keep, k, v, q, first, chunk):
-    """What the layout says a chunk from position `first` reads, one query at a time."""
-    outs = []
-    for i in range(chunk):
-        at = first + i
-        token = torch.arange(at + 1)
-        middle = (token >= SINK) & (token < first - WINDOW)
-        out = []
-        for head in range(HEADS * GROUP):
-            kv = head // GROUP
-            keys = torch.where(middle[:, None], k[: at + 1, kv] * keep[0, kv], k[: at + 1, kv])
-            logits = keys @ q[at, head] * SCALE
-            if not keep[0, kv].any():
-                logits = logits.masked_fill(middle, -torch.inf)
-            out.append(logits.softmax(0) @ v[: at + 1, kv])
-        outs.append(torch.stack(out))
-    return torch.stack(outs)
+    """What the layout says a chunk from position `first` reads."""
+    end, token = first + chunk, torch.arange(first + chunk)
+    middle = (token >= SINK) & (token < first - WINDOW)
+    keys = torch.where(middle[:, None, None], k[:end] * keep[0], k[:end])
+    gone = middle & ~keep[0].any(-1, keepdim=True)  # [H, T]
+    seen = causal(chunk, end) & ~gone.repeat_interleave(GROUP, 0)[:, None]
+    q, keys, v = (x.transpose(0, 1)[None] for x in (q[first:end], keys, v[:end]))
+    return attend_plainly(q, keys, v, SCALE, seen)[0].transpose(0, 1)
 
 
 @pytest.mark.parametrize(("block", "seed"), [(16, 0), (32, 1), (48, 2), (128, 3)])
