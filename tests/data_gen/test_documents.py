@@ -71,10 +71,10 @@ def test_a_96k_sample_takes_less_than_a_second(name):
     counter = TokenCounter(tokenizer("reference"))
     seconds = []
     for index in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         TASKS[name].build(Request(name, 98_304, counter, 0, index, questions=4))
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 1, f"{name}: {seconds}"  # about 0.25 s on a free core; the minimum forgives a busy one
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 1, f"{name}: {seconds}"  # of this process, about 0.25: the machine may be busy
 
 
 def test_texts_that_never_recur_are_not_kept():

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.kernels import ON_GPU, poisoned_memory  # noqa: F401
 
@@ -17,6 +16,7 @@ from leank.eval.inference import observe
 from leank.eval.inference.observe import Tiles, attend_and_sum, received
 from leank.eval.inference.prefill import prefill
 from tests.helpers.cache_oracle import left_padded, tiny_model
+from tests.helpers.largest import Largest
 from tests.oracles.attention import causal, weights
 
 SMALL = Tiles(keys=32, queries=16)
@@ -120,18 +120,6 @@ def test_attention_received_on_a_gpu_is_that_in_float64(dtype, length):
     found = received(queries.cuda(), keys.cuda(), real=real.cuda())
     assert observe.multiplies_half(torch.device("cuda", 0), dtype)
     close(found.cpu(), received(queries.double(), keys.double(), real=real).float(), 1e-5)
-
-
-class Largest(TorchDispatchMode):
-    """The most numbers in any tensor that an operation makes, views aside."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            self.numbers = max(self.numbers, out.untyped_storage().nbytes() // out.element_size())
-        return out
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -6,8 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.sizes import Sizes
@@ -18,6 +16,7 @@ from leank.eval.serving.layout import LINE, STRIPE, PageLayout
 from leank.eval.serving.plan import RestBlocks
 from leank.mask import ChannelMask
 from tests import ROOT
+from tests.helpers.largest import Largest
 from tests.oracles import cache_attention as naive
 from tests.oracles.attention import attention as attend_plainly
 from tests.oracles.attention import causal
@@ -237,17 +236,6 @@ def test_positions_that_a_preempted_request_generated_read_what_they_read_before
     (first,) = server.step([("in chunks", 60, k[:100], v[:100], q[:100], 100)])
     (second,) = server.step([("in chunks", 60, k[100:], v[100:], q[100:], 140)])
     torch.testing.assert_close(torch.cat([first, second])[60:], wanted)
-
-
-class Largest(TorchDispatchMode):
-    """The numbers of the largest tensor that was made."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        self.numbers = max([self.numbers, *(x.numel() for x in tree_leaves(made) if isinstance(x, torch.Tensor))])
-        return made
 
 
 def test_a_long_reply_that_is_computed_again_takes_no_more_memory_than_its_k_and_v(monkeypatch):
