@@ -24,23 +24,12 @@ from leank.data_gen.chat import template_tokens
 from leank.data_gen.haystack import SPLITS
 from leank.data_gen.task import LONGEST, Request, Sample
 from leank.data_gen.tasks import TASKS, task
-from leank.data_gen.tasks.passkey import Passkey
-from leank.data_gen.tasks.text import Text
 from leank.data_gen.tokens import TokenCounter
 from leank.errors import in_one_line
 from leank.shipped import resolve
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
-
-READERS = {  # options that name a file -> the tasks that read it
-    "essays": [
-        name
-        for name, made in TASKS.items()
-        if isinstance(made, Passkey | Text) or getattr(made, "haystack", None) == "essay"
-    ],
-    "data": ["cwe", "prompts", "qa_1", "qa_2"],
-}
 
 
 def rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sample]:
@@ -109,9 +98,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if not 1 <= args.count <= LONGEST or args.start < 0:
         cure = f"give a count from 1 to {LONGEST} and a start from 0 on"
         sys.exit(f"data_gen: count={args.count}, start={args.start}: {cure}")
-    for name, readers in READERS.items():
-        if getattr(args, name) is not None and args.task not in readers:
-            sys.exit(f"data_gen: {name}={getattr(args, name)!r}: {args.task} reads no such file; leave it out")
     return args
 
 

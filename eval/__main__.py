@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from leank.cli import again, ending, launch, leave_no_trace, refuse
+from leank.cli import again, ending, launch, leave_no_trace
 from leank.data_gen.amount import amount
 
 log = logging.getLogger("eval")
@@ -125,7 +125,6 @@ def command_line() -> None:
         with ending("eval", lambda: f"the rows are as they were; again: {again('leank.eval')}"):
             from_rows(given)
         return
-    refuse(sys.argv[1:], "eval")
     with ending("eval"):
         launch(main, "eval", "; beside settings there are the words report and diff, and --help")
 

@@ -1,13 +1,12 @@
 """The frozen decoder that a mask is learned for: the shipped reference model, a folder, or a Hugging Face name."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import torch
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,13 +17,11 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from leank.data_gen.amount import amount
 from leank.data_gen.chat import template as chat_template
 from leank.data_gen.chat import template_tokens
 from leank.errors import in_one_line, naming, out_of_memory
-from leank.model_folder import check_folder
 from leank.shape import DecoderShape, check_decoder, kv_shape
-from leank.shipped import NAMED, resolve
+from leank.shipped import resolve
 from leank.typed import LARGEST, BadConfig, Checked, OneOf, refuse_unknown, shown
 
 MOST_LAYERS = 4096  # no model has more, and transformers would build them for hours
@@ -99,11 +96,8 @@ def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
 def load_config(name: str, overrides: Mapping[str, object] | None = None) -> PreTrainedConfig:
     """Load the model's config, without weights; name, overrides: see `ModelConfig`.
 
-    Raises FileNotFoundError without one, ValueError for a folder with damaged files, BadConfig for a wrong override.
+    Raises FileNotFoundError without one, ValueError for a damaged one, BadConfig for a wrong override.
     """
-    if name not in NAMED and os.path.isdir(name):
-        with naming(f"model.name={name!r}"):
-            check_folder(Path(name))
     folder = resolve(name)
     try:
         config = AutoConfig.from_pretrained(folder)
@@ -196,7 +190,7 @@ def load(
 
     attention: the model's attention function, as transformers names it.
     Raises FileNotFoundError if weights or tokenizer are missing, ValueError for a model that cannot be pruned, or whose
-    files do not hold every weight, or hold weights that are not finite.
+    files do not hold every weight.
     """
     device = torch.device(device)
     kind = torch_dtype(dtype, device)
@@ -212,7 +206,6 @@ def load(
     with naming(f"model.name={name!r} cannot be used"):
         check_decoder(model)
     model.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to without its types
-    _check_numbers(name, model)
     model.eval().requires_grad_(False)
     wrap = tokenizer.chat_template is not None if chat is None else chat
     before, after = chat_template(tokenizer) if wrap else ("", "")
@@ -251,16 +244,6 @@ def _weights(
     return model
 
 
-def _check_numbers(name: str, model: PreTrainedModel) -> None:
-    """Raise ValueError, naming tensors, for weights with NaN or infinity, with which every loss and reply is NaN."""
-    if broken := not_finite(model.named_parameters()):
-        small = ", or set model.dtype=bfloat16, as float16 ends at 65504" if model.dtype == torch.float16 else ""
-        raise ValueError(
-            f"model.name={name!r} has NaN or infinite numbers in {amount(len(broken), 'tensor')}, such as "
-            f"{', '.join(broken[:3])}; copy its files again or take another checkpoint{small}"
-        )
-
-
 def _missing(name: str, error: Exception) -> str:
     where = "the folder does not hold a complete model" if os.path.isdir(name) else "no such folder, and no hub copy"
     short = str(error).splitlines()[0][:200]
@@ -268,13 +251,3 @@ def _missing(name: str, error: Exception) -> str:
         f"model.name={name!r} cannot be loaded ({where}: {short}). Put config.json, *.safetensors and the tokenizer "
         f"files in a folder and set model.name=/path/to/{Path(name).name}, or log in to the hub for gated weights"
     )
-
-
-def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of the (name, tensor) pairs whose tensors hold NaN or infinity, in order.
-
-    Each tensor is read once where it lies, for its smallest and its largest number, which are NaN if any number is.
-    No copy is made. Types of one byte, which few operations take, are passed over.
-    """
-    read = [(n, x.detach()) for n, x in tensors if x.is_floating_point() and x.element_size() > 1 and x.numel()]
-    return [name for name, x in read if not torch.stack(torch.aminmax(x)).isfinite().all()]

@@ -1,12 +1,7 @@
-"""A folder with a model: a digest of its contents, and whether its files are whole. No weights are loaded."""
+"""A folder with a model: a digest of its contents. No weights are loaded."""
 
 import hashlib
-import json
 from pathlib import Path
-
-from safetensors import SafetensorError, safe_open
-
-from leank.data_gen.reading import read_text
 
 # what changes answers: weights, the model's and the generation's config, tokenizer and chat template
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
@@ -29,19 +24,6 @@ def folder_digest(folder: Path) -> str:
     for name, file in _files(folder):
         whole.update(f"{name}\0{file.stat().st_size}\0{_digest(file)}\n".encode())
     return whole.hexdigest()[:16]
-
-
-def check_folder(folder: Path) -> None:
-    """Raise ValueError, naming the file, for damaged JSON, which transformers ignores, or safetensors."""
-    for _, file in _files(folder):
-        try:
-            if file.suffix == ".json" and not isinstance(json.loads(read_text(file)), dict):
-                raise ValueError("it must hold a JSON object")
-            if file.suffix == ".safetensors":
-                with safe_open(file, "numpy"):  # which reads the header, and compares it with the length
-                    pass
-        except (ValueError, RecursionError, OSError, SafetensorError) as error:
-            raise ValueError(f"{file} is damaged ({' '.join(str(error).split())[:200]}); copy it again") from None
 
 
 def _files(folder: Path) -> list[tuple[str, Path]]:

@@ -3,7 +3,6 @@
 import copy
 import importlib.util
 import json
-import math
 import shutil
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ from tokenizers import normalizers
 from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
 
 from leank import backbone, smollm2
-from leank.backbone import Backbone, eos_ids, not_finite
+from leank.backbone import Backbone, eos_ids
 from leank.data_gen import haystack
 from leank.data_gen.tasks import Mixture
 from leank.eval.benchmarks.base import Row
@@ -165,26 +164,6 @@ def test_pieces_of_a_prompt_have_the_tokens_of_the_whole(kind, name):
             assert end == words.eos_token_id
             odd += loaded.encode_context(texts[0]) + question + answer != whole
     assert odd <= 1  # a document may end within a token
-
-
-TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(TYPES),
-            st.lists(st.floats(-6e4, 6e4) | st.sampled_from([math.nan, math.inf, -math.inf]), max_size=40),
-        )
-    )
-)
-def test_the_tensors_with_a_number_that_is_none(given_tensors):
-    tensors = {}
-    for number, (dtype, values) in enumerate(given_tensors):
-        plain = torch.tensor(values, dtype=torch.float64)
-        tensors[str(number)] = (plain if dtype.is_floating_point else torch.nan_to_num(plain, 0, 1, -1)).to(dtype)
-    wanted = [name for name, tensor in tensors.items() if not all(map(math.isfinite, tensor.double().tolist()))]
-    assert not_finite(tensors.items()) == wanted
 
 
 CONTEXT, QUESTION, PREFIX = "A document about ships.", "\nWhat is it about?", " It is about"
