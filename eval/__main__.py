@@ -41,11 +41,6 @@ def run(config: dict[str, Any], directory: Path) -> int:
         check_rows(read(directory))  # now, not in hours: the report is computed from the old rows, too
         work = job.missing(results.keys)
         log.info("%s there, %s to do, in %s", amount(len(results.keys), "row"), amount(len(work), "batch"), directory)
-        if others := job.others(results.keys):
-            log.info(
-                "%s of other settings, data or weights among them; such rows stay in tables of their own, and this run "
-                "uses none of them", amount(others, "row"),
-            )  # fmt: skip
         new = 0
         if work:
             new = job.run(results, load_model(job.model), tokenizer)
