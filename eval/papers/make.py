@@ -36,7 +36,6 @@ class Made:
     runs: Sequence[Run] = ()  # numbers of the tables, a run for all rows that differ in the method alone
     pictures: Sequence[Path] = ()  # of analyses
     failed: Sequence[str] = ()  # what its commands said that failed
-    alone: bool = True  # whether no other process made rows, so that seconds are of a machine that was not shared
 
 
 @dataclass
@@ -63,8 +62,7 @@ class Runner:
                         self._failed[line] = str(error)
         folder = self.out / "rows"
         stored = {key_of(row): row for row in read(folder)} if any(folder.glob(GLOB)) else {}
-        alone = not any(folder.glob("results-*.jsonl"))
-        return [self._made(item, stored, alone) for item in items]
+        return [self._made(item, stored) for item in items]
 
     def _lines(self, item: Item) -> list[tuple[str, ...]]:
         steps = item.real if self.real else item.here
@@ -94,7 +92,7 @@ class Runner:
                 raise ValueError((done.stderr.strip() or f"status {done.returncode}").splitlines()[-1])
         return []
 
-    def _made(self, item: Item, stored: dict[Key, Any], alone: bool) -> Made:
+    def _made(self, item: Item, stored: dict[Key, Any]) -> Made:
         lines = self._lines(item)
         rows = {key: stored[key] for line in lines for key in self._keys.get(line, ()) if key in stored}
         folders = [self._folder(line) for line in lines if OUT in line and line in self._keys]
@@ -102,8 +100,7 @@ class Runner:
         tables = [frame(some) for some in groups]
         measured = pd.concat([pd.read_csv(folder / "rows.csv") for folder in folders] or [pd.DataFrame({"value": []})])
         judged = [
-            contrast(check, tables, alone) if isinstance(check, Contrast) else expect(check, measured)
-            for check in item.checks
+            contrast(check, tables) if isinstance(check, Contrast) else expect(check, measured) for check in item.checks
         ]
         return Made(
             item,
@@ -111,5 +108,4 @@ class Runner:
             summarise_groups(groups)["runs"],
             [folder / "figure.png" for folder in folders],
             [self._failed[line] for line in lines if line in self._failed],
-            alone,
         )

@@ -9,7 +9,6 @@ from leank.eval.papers.item import Item
 from leank.eval.papers.make import Made
 from leank.eval.report.tables import Table, by_length, number, overall
 
-SHARED = "Processes that shared the machine took the milliseconds (shard=): they compare nothing."
 WORDS = {"shows": "shows", "contradicts": "contradicted", "undecided": "not decided"}
 
 
@@ -31,17 +30,13 @@ def published_tables(item: Item) -> list[Table]:
     return found
 
 
-def commands(item: Item) -> list[tuple[str, str]]:
-    """Return (what it makes, the command line) for everything that makes an item."""
-    lines = [("with the reference model", f"python -m leank.eval.papers {item.id}")] if item.runs else []
-    others = [step for step in item.here if not step.runs]
-    lines += [(f"needs {step.needs}" if step.needs else "training", f"python -m {step.run}") for step in others]
-    if any(step.runs for step in item.real):
-        lines.append((f"with {item.needs}", f"python -m leank.eval.papers {item.id} --real"))
-    lines += [(f"the same, {step.words[1].partition('=')[2]}", f"python -m {step.run}")
-              for step in item.real if step.replays]  # fmt: skip
-    others = [step for step in item.real if not step.runs and step not in item.here]
-    return lines + [(f"needs {step.needs}", f"python -m {step.run}") for step in others]
+def commands(item: Item) -> list[str]:
+    """Return what makes an item: what each command needs, and the command."""
+    lines = [f"with the reference model:\n\n    python -m leank.eval.papers {item.id}"] if item.runs else []
+    for step in dict.fromkeys(step for step in (*item.here, *item.real) if step in item.real or not step.runs):
+        needs = f"with {item.needs}" if step.runs else f"needs {step.needs}" if step.needs else "training"
+        lines.append(f"{needs}:\n\n    python -m {step.run}")
+    return lines
 
 
 def verdicts(everything: Sequence[Made]) -> Table:
@@ -66,10 +61,9 @@ def of_item(made: Made, folder: Path) -> str:
     parts += [f"![{path.parent.name}]({os.path.relpath(path, folder)})" for path in made.pictures]
     for run in made.runs:
         parts += [table.markdown() for table in (overall(run), by_length(run)) if table is not None]
-    parts += [SHARED] if made.runs and not made.alone else []
     if not made.runs and not made.pictures:
         parts.append("Not made yet." if item.runs else f"{state[0].upper()}{state[1:]}.")
-        parts += [f"{what}:\n\n    {line}" for what, line in commands(item)]
+        parts += commands(item)
     parts += [table.markdown() for table in published_tables(item)]
     parts += [item.note] if item.note else []
     return "\n\n".join([parts[0], *(f"#{part}" if part.startswith("## ") else part for part in parts[1:])])
