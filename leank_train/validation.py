@@ -13,6 +13,7 @@ import pandas as pd
 
 from leank.backbone import Backbone
 from leank.data_gen.tasks import RULER_NIAH
+from leank.errors import naming
 from leank.eval.benchmarks.ruler import Ruler
 from leank.eval.inference.models import ModelConfig
 from leank.eval.inference.prompts import overhead
@@ -96,11 +97,7 @@ def check_samples_fit(config: RunConfig, backbone: Backbone) -> None:
     if not settings.samples:
         return
     model = backbone.model.config.get_text_config(decoder=True)
-    try:
+    with naming("data.max_length, which bounds the validation's calibration"):
         StaticNorm(length=config.data.max_length, seed=config.seed).check(model, tokenizer)
-    except ValueError as error:
-        raise ValueError(f"data.max_length, which bounds the validation's calibration: {error}") from error
-    try:
+    with naming("validation.tasks or validation.lengths"):
         benchmark(config).check(model, tokenizer, overhead(tokenizer, config.model.chat), settings.max_new_tokens)
-    except ValueError as error:
-        raise ValueError(f"validation.tasks or validation.lengths: {error}") from error
