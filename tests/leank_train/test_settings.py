@@ -231,7 +231,7 @@ BEFORE_TRAINING = {
     "no network": (["model.name=org/Llama-8B"], [r"model\.name='org/Llama-8B'", "no hub copy", "or log in to the hub"]),
     "missing essays": (["data.essays=/nowhere.txt"], [r"essays='/nowhere\.txt' does not exist", "give a .txt"]),
     "missing text": (
-        ["data.text=/nowhere.txt", "++data.tasks.text=1"], [r"data\.text: essays='/nowhere\.txt' does not exist; give a .txt"],
+        ["data.text=/nowhere.txt", "++data.tasks.text=1"], [r"data\.text: essays='/nowhere\.txt' does not exist"],
     ),
     "text that nothing reads": (["data.text=a.txt"], [r"data\.text='a\.txt' has no effect", r"\+data\.tasks\.text=1"]),
     "missing prompts": (
