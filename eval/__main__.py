@@ -28,8 +28,7 @@ def run(config: dict[str, Any], directory: Path) -> int:
     """Check everything, replay what is missing in `directory`, and write the report; returns the new rows' number."""
     from leank.eval.inference.models import load_model
     from leank.eval.report import write_report
-    from leank.eval.rows.result_row import check_rows
-    from leank.eval.rows.results import Results, read
+    from leank.eval.rows import Results, check_rows, read
     from leank.eval.run.build import build_job
     from leank.typed import typed
     from leank.wandb_log import LoggerConfig, make_logger
@@ -72,7 +71,7 @@ def main(config: DictConfig) -> None:
 
     def kept() -> str:
         """Say what is saved, and how to go on; Hydra's own files alone are not worth keeping."""
-        from leank.eval.rows.results import GLOB
+        from leank.eval.rows import GLOB
 
         if alone:
             leave_no_trace(directory)

@@ -19,8 +19,7 @@ from leank.eval.inference.models import load_model
 from leank.eval.inference.prefill import extend
 from leank.eval.inference.prompts import Prompt
 from leank.eval.run.build import build_methods, build_model, composed, warn_of_spans
-from leank.eval.run.compression import Compression, Warnings
-from leank.eval.run.replay import Replay
+from leank.eval.run.replay import Compression, Replay, Warnings
 
 try:
     from lm_eval.api.instance import Instance

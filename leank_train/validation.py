@@ -20,9 +20,9 @@ from leank.eval.inference.prompts import overhead
 from leank.eval.methods import Method, build_method
 from leank.eval.methods.channels.static_norm import StaticNorm
 from leank.eval.report.summary import summarise
-from leank.eval.rows.results import Collected
+from leank.eval.rows import Collected
 from leank.eval.run.job import Job
-from leank.eval.run.settings import Settings
+from leank.eval.run.replay import Settings
 from leank.files import write_text
 from leank.mask import ChannelMask
 from leank.precision import GROUP

@@ -20,7 +20,7 @@ from leank.eval.papers.item import OUT, Contrast, Item
 from leank.eval.papers.judge import Judgement, contrast, expect
 from leank.eval.report.groups import frame, group
 from leank.eval.report.summary import Run, summarise_groups
-from leank.eval.rows.results import GLOB, Key, Results, key_of, read
+from leank.eval.rows import GLOB, Key, Results, key_of, read
 from leank.eval.run.build import build_job, composed
 
 FAILURES = (ValueError, FileNotFoundError, MemoryError)  # of one command; the others go on

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from leank.eval.rows.result_row import ResultRow, RowSettings, check_rows
+from leank.eval.rows import ResultRow, RowSettings, check_rows
 
 Variant = tuple[str, str]  # a method's label, and the digest of its settings
 SAMPLE = ["cell", "length", "task", "sample", "seed"]  # columns that tell a sample from every other of its run

@@ -26,7 +26,7 @@ None where no row has it. Records of figures have
     share_of_middle     the middle's bytes, with scales and bounds, in % of what dense holds beside sink and window
     compared, tokens_compared, compared_non_finite      samples and next-token distributions compared with dense's, and
                         samples whose logits were NaN or infinite, which the next means leave out
-    kl, top1, loss, loss_minus_dense    distance from dense (`eval.rows.result_row.Fidelity`)
+    kl, top1, loss, loss_minus_dense    distance from dense (`eval.rows.Fidelity`)
 """
 
 import json
@@ -38,7 +38,7 @@ import pandas as pd
 
 from leank.eval.benchmarks.base import metrics_by_op
 from leank.eval.report.groups import MARKED, SAMPLE, SECONDS, frame, group, labels, variant
-from leank.eval.rows.result_row import ResultRow
+from leank.eval.rows import ResultRow
 from leank.stats import DRAWS, LEVEL, intervals, mean
 
 COLUMNS = 8  # learned masks that are compared unasked: pairs grow with their number, and no page is wider

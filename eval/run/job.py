@@ -23,11 +23,8 @@ from leank.eval.benchmarks.base import Benchmark, Cell, Row, score_row
 from leank.eval.inference.models import ModelConfig
 from leank.eval.inference.prompts import Prompt, encode_turns, overhead
 from leank.eval.methods import Method
-from leank.eval.rows.result_row import ResultRow, RowSettings
-from leank.eval.rows.results import Collected, Key, Results
-from leank.eval.run.compression import Warnings
-from leank.eval.run.replay import Answer, Replay
-from leank.eval.run.settings import Settings
+from leank.eval.rows import Collected, Key, ResultRow, Results, RowSettings
+from leank.eval.run.replay import Answer, Replay, Settings, Warnings
 
 BAR = "{desc}: {percentage:3.0f}%|{bar:20}| {elapsed}<{remaining}"
 FORMAT = 1  # version of what a row means; part of its key

@@ -17,9 +17,9 @@ from leank.eval.benchmarks.ruler import Ruler
 from leank.eval.inference.models import ModelConfig
 from leank.eval.methods import Method
 from leank.eval.report.summary import summarise
-from leank.eval.rows.results import Results, read
+from leank.eval.rows import Results, read
 from leank.eval.run.job import Job
-from leank.eval.run.settings import Settings
+from leank.eval.run.replay import Settings
 from leank.model_folder import BLOCK, BLOCKS, WHOLE, folder_digest
 from tests import DATA
 from tests.helpers.benchmark_lines import CONFIG, MMLU, QASPER

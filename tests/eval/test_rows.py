@@ -15,10 +15,9 @@ from leank.eval.__main__ import command_line
 from leank.eval.benchmarks.ruler import Ruler
 from leank.eval.inference.models import ModelConfig
 from leank.eval.methods import Method, build_method
-from leank.eval.rows.result_row import check_rows
-from leank.eval.rows.results import NAME, Key, Results, key_of, read
+from leank.eval.rows import NAME, Key, Results, check_rows, key_of, read
 from leank.eval.run.job import Job
-from leank.eval.run.settings import Settings
+from leank.eval.run.replay import Settings
 from tests.helpers.report_rows import row
 
 ROW = {**Key("m", "dense", "c0", "ruler", "vt", 64, "0", 42, "after_question")._asdict(), "score": 1.0}
