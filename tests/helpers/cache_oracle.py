@@ -33,13 +33,15 @@ class OracleLayer(DynamicLayer):
     """Dense keys and values, and per row how many real tokens have left the window.
 
     tokens: bool [B, H, T], the prompt's columns that stay in the middle; joins: bool [H], heads whose middle takes
-    tokens that leave the window; values: bool [H, D], kept channels of V; None = all.
+    tokens that leave the window; values: bool [H, D], kept channels of V; None = all. center: [H, D], what pruned
+    channels of K are read as, 0 by default.
     """
 
-    def __init__(self, keep, sink, window, flush, tokens=None, joins=None, values=None):
+    def __init__(self, keep, sink, window, flush, tokens=None, joins=None, values=None, center=None):
         super().__init__()
         self.keep, self.sink, self.window, self.flush = keep, sink, window, flush
         self.tokens, self.joins, self.values_kept = tokens, joins, values
+        self.center = torch.zeros(keep.shape) if center is None else center
         self.left, self.sealed, self.expected = None, None, 0
 
     def update(self, key_states, value_states, *args, **kwargs):
@@ -103,7 +105,7 @@ class OracleLayer(DynamicLayer):
             for h in range(q.shape[1]) if queries else ():
                 keep = self.keep[h // group]
                 k, v = (x[b, h // group, columns].clone() for x in (self.keys, self.values))
-                k[middle] *= keep
+                k[middle] = torch.where(keep, k[middle], self.center[h // group].to(k.dtype))
                 if self.values_kept is not None:
                     v[middle] *= self.values_kept[h // group]
                 gone = middle & (~self.stays(b, h // group, columns) | (not keep.any()))
@@ -134,7 +136,7 @@ class RoundingOracle(OracleLayer):
 
 
 def oracle_cache(keep, sink, window, flush, expected=0, **by_layer):
-    """by_layer: of each layer tokens, joins, values; see OracleLayer."""
+    """by_layer: of each layer tokens, joins, values, center; see OracleLayer."""
     layers = [
         OracleLayer(k, sink, window, flush, **{name: each[i] for name, each in by_layer.items()})
         for i, k in enumerate(keep)

@@ -18,7 +18,6 @@ from leank.eval.cache.storage.banded import codecs
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.segment import Extent
-from leank.eval.inference.prefill import prefill
 from leank.eval.methods.base import Method
 from leank.eval.methods.bits.kivi import KIVI
 from leank.eval.methods.channels.by_length import ByLength
@@ -137,20 +136,6 @@ def test_sixteen_bits_everywhere_are_the_mask_alone():
         for mask in (plain, ChannelMask(precision.keep, mean_keys=means, precision=precision))
     ]
     assert torch.equal(results[0][1], results[1][1])
-
-
-def test_one_width_everywhere_is_kivi():
-    """4 bits for K and V: the numbers of KIVI's codec in groups of the layout's."""
-    model, (ids, real) = tiny_model("llama"), left_padded([200, 90], 7)
-    precision = Precision(FULL // 4, FULL[..., 0] // 4)
-    mask = ChannelMask(precision.keep, precision=precision)
-    results = [
-        Method("one", *axes, sink=2, window=70, flush=64).compressed(model, prefill(model, ids, real.bool(), 8))
-        for axes in ((LeanK(mask), None, None), (None, None, KIVI(4, 8)))
-    ]
-    k = [cache.layers[0].store.prompt.read(0, 1)[1] for cache in results]
-    assert torch.equal(*k)  # values; keys have groups of 64 tokens here, of 8 in the other
-    assert type(results[0].layers[0].middle.bits.of_values(0)) is Packing
 
 
 def test_a_cache_is_saved_copied_and_reordered(tmp_path):

@@ -22,18 +22,14 @@ from leank.eval.cache.storage.store import Store
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import prefill
 from leank.eval.methods import build_method
-from leank.eval.methods.base import Method
 from leank.eval.methods.bits.fp8 import FP8, Scaled
 from leank.eval.methods.bits.kivi import KIVI
 from leank.eval.methods.bits.turboquant import Even, Rotation, TurboQuant, centroids, rotation
-from leank.eval.methods.channels.leank import LeanK
-from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import (
     DIM,
     HEADS,
     LAYERS,
     SEEDS,
-    OracleLayer,
     RoundingOracle,
     compare,
     left_padded,
@@ -262,43 +258,6 @@ def test_generate_is_that_of_a_dense_cache_with_a_rounded_middle(family, lengths
     compare(run(model, quantised(model, keep, sizes, bits, group), ids, mask, new_tokens, ATTENTION), want)
 
 
-def test_the_oracle_can_tell_two_bits_from_four_and_from_none():
-    model, keep = tiny_model("llama"), random_keep(3, empty=0)
-    ids, mask = left_padded([40], 3)
-    logits = [
-        run(model, cache, ids, mask, 2, "oracle")[1][1]
-        for cache in (
-            *(quantised_oracle(keep, (2, 4, 8), bits, 8) for bits in (2, 4)),
-            Cache(layers=[OracleLayer(k, 2, 4, 8) for k in keep]),
-        )
-    ]
-    assert (logits[0] - logits[2]).norm() > 2 * (logits[1] - logits[2]).norm() > 0
-
-
-@pytest.mark.parametrize("channels", [None, LeanK(ChannelMask(random_keep(6)))])
-def test_as_a_method_alone_and_over_channels(channels):
-    """Built from a shared dense pass, it decodes as generate() does, and memory() counts cells."""
-    model, sizes = tiny_model("llama", torch.float32), {"sink": 2, "window": 6, "flush": 8}
-    made = Method("kivi", channels, bits=KIVI(4, 8), **sizes)
-    keep = torch.ones(LAYERS, HEADS, DIM, dtype=torch.bool) if channels is None else random_keep(6)
-    ids, _ = left_padded([300, 300], 7)
-    cache = made.cache(model, prefill(model, ids, None, 8))
-    memory, held = cache.memory(), 300 - 2 - 6
-    cell = 8 * 4 // 8 + 2 * 4  # bytes of 8 numbers
-    room = int((-(-keep.sum(-1) // 16) * 16).sum())  # sixteens of channels in every head
-    assert memory.middle_k == 2 * -(-held // 8) * room * cell
-    assert memory.middle_v == 2 * held * int(keep.any(-1).sum()) * DIM // 8 * cell
-    tensors = [t.untyped_storage() for layer in cache.compressed for t in layer.store.tensors().values()]
-    assert memory.total == sum({t.data_ptr(): t.nbytes() for t in tensors}.values())
-    projected = bytes_per_row(keep, 300, torch.float32, Sizes(**sizes), Packing(4, 8))
-    assert memory.total - memory.tables == 2 * projected
-    whole = torch.cat([ids, torch.randint(2, 80, (2, 1))], 1)
-    other = quantised(model, keep, tuple(sizes.values()), 4, 8)
-    with torch.no_grad():
-        model(whole[:, :-1], past_key_values=other)
-        torch.testing.assert_close(*(model(whole[:, -1:], past_key_values=c).logits for c in (cache, other)))
-
-
 @pytest.mark.parametrize(("group", "at_32k", "limit"), [(32, 7.28, 9.45), (64, 8.32, 11.34)])
 def test_bytes_held_with_a_mask_of_the_shape_that_was_published(group, at_32k, limit):
     """LeanK's Llama mask keeps 0, 32, 64 and 96 channels in 47, 120, 67 and 22 of 256 heads. With 2 bits, sink and
@@ -353,33 +312,10 @@ def test_a_rotation_keeps_lengths_and_depends_on_its_seed():
     assert (one - other).norm() > 5
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-def test_a_single_channel_comes_back_whole(bits):
-    x = torch.randn(50, 1, generator=torch.Generator().manual_seed(1))
-    assert torch.allclose(Rotation(bits).decode(*Rotation(bits).encode(x, True), True), x)
-
-
-def test_one_large_channel_does_not_spoil_the_others():
-    """What the rotation is for: the error is a share of the vector's norm, whichever channel is large."""
-    generator = torch.Generator().manual_seed(0)
-    x, packing = torch.randn(500, 64, generator=generator), Rotation(4)
-    x[:, 3] += 50
-    back = packing.decode(*packing.encode(x, True), True)
-    assert float((back - x).square().sum() / x.square().sum()) == pytest.approx(0.0095, rel=0.3)
-
-
 @pytest.mark.parametrize(("layers", "skip", "whole"), [(7, 2, [0, 1, 5, 6]), (3, 2, [0, 2]), (1, 2, []), (5, 0, [])])
 def test_layers_that_stay_whole_are_those_of_vllm(layers, skip, whole):
     """The first and last n of all layers, n at most half of them."""
     assert [i for i, stays in enumerate(TurboQuant(skip=skip).whole(layers)) if stays] == whole
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_a_corrected_vector_is_as_long_as_it_was(bits):
-    x = torch.randn(50, 24, generator=torch.Generator().manual_seed(1))
-    back = Rotation(bits, norm_correction=True)
-    back = back.decode(*back.encode(x, True), True)
-    torch.testing.assert_close(back.norm(dim=1), x.norm(dim=1))
 
 
 # FP8

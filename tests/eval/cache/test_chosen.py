@@ -22,7 +22,7 @@ from leank.eval.cache.attention.choose import Chosen, ChosenConfig, lines_held
 from leank.eval.cache.attention.kernels import choose
 from leank.eval.cache.attention.ranking import FIELDS, Bounds, Column
 from leank.eval.cache.layer import CompressedLayer
-from leank.eval.cache.storage.eviction import largest
+from leank.eval.cache.storage.eviction import HeavyHitters, largest
 from leank.eval.cache.storage.kernels import choosing
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.quantised import Packing
@@ -206,7 +206,9 @@ def test_what_the_kernel_cannot_choose_is_said():
     packed = Middle(dense, reads=Quest(200, 16, 0), bits=Packing(4, 32))
     assert "does not unpack numbers" in packed.why_not_kernel
     assert Middle(dense, reads=Quest(200, 16, 0)).why_not_kernel is None
-    assert "prunes some" in Middle(dense, dense, reads=Quest(200, 16, 0)).why_not_kernel
+    assert Middle(dense, dense).why_not_kernel is None
+    for choice in ({"reads": Quest(200, 16, 0)}, {"eviction": HeavyHitters(4)}):
+        assert "prunes some" in Middle(dense, dense, **choice).why_not_kernel
     if not ON_GPU:
         store = store_of(Quest(200, 16, 0), [64, 64], 64, [300], Sizes(8, 48, 8))
         q = torch.zeros(1, 4, 1, 64)

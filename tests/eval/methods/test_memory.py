@@ -67,6 +67,7 @@ def made(model, masks):
             if isinstance(choice, dict) and choice["name"] in ("double_sparsity", "double_sparsity_channels"):
                 choice.update(samples=1, length=256)
             if isinstance(choice, dict) and choice["name"] in (
+                "chanmix",
                 "duo_attention",
                 "fp8",
                 "kq_svd",
