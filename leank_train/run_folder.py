@@ -14,8 +14,7 @@ from omegaconf import OmegaConf
 from leank.backbone import Backbone
 from leank.data_gen.haystack import known_by
 from leank.data_gen.reading import digest, read_bytes
-from leank.files import Lock, remove_partial, write_json, write_text
-from leank.model_folder import folder_digest
+from leank.files import Lock, folder_digest, remove_partial, write_json, write_text
 from leank.shape import architecture
 from leank.shipped import NAMED
 from leank.typed import BadConfig

@@ -69,8 +69,7 @@ def wanted(arguments: argparse.Namespace) -> tuple[list[Item], list[Item], tuple
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the items of the command line, and print or write them. Returns the exit status."""
-    from leank.eval.papers.make import Runner
-    from leank.eval.papers.page import of_item, page
+    from leank.eval.papers.make import Runner, of_item, page
     from leank.files import write_text
 
     named, items, overrides = wanted(arguments)

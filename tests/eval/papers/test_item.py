@@ -23,8 +23,7 @@ from leank.eval.methods.channels.iap import IAP
 from leank.eval.methods.memory import method_bytes
 from leank.eval.papers import judge, make
 from leank.eval.papers.item import ITEMS, Contrast, Expect, Item, find, of_papers
-from leank.eval.papers.make import Made, Runner
-from leank.eval.papers.page import commands, of_item, page
+from leank.eval.papers.make import Made, Runner, commands, of_item, page
 from leank.eval.report.groups import frame
 from leank.eval.run.build import expanded
 from leank.typed import STRICT

@@ -20,7 +20,7 @@ from leank.eval.report.summary import summarise
 from leank.eval.rows import Results, read
 from leank.eval.run.job import Job
 from leank.eval.run.replay import Settings
-from leank.model_folder import BLOCK, BLOCKS, WHOLE, folder_digest
+from leank.files import BLOCK, BLOCKS, WHOLE, folder_digest
 from tests import DATA
 from tests.helpers.benchmark_lines import CONFIG, MMLU, QASPER
 
