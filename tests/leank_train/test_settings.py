@@ -159,7 +159,7 @@ def test_every_number_of_a_benchmark_has_its_type_and_a_bound(name):
         ),
         (
             lambda: backbone.load_config("reference", {"max_position_embeddings": "many"}),
-            r"model\.overrides\.max_position_embeddings='many' is of another type than the model's own 8192",
+            r"model\.name='reference' cannot be loaded .*field 'max_position_embeddings'.* expected int, got str",
         ),
     ],
 )  # fmt: skip
@@ -226,9 +226,9 @@ BEFORE_TRAINING = {
     ),
     "missing weights": (
         ["model.name=/nowhere/Llama-8B"],
-        [r"model\.name='/nowhere/Llama-8B'", "no such folder", r"\*\.safetensors", r"set model\.name=/path/to/Llama"],
+        [r"model\.name='/nowhere/Llama-8B' cannot be loaded", r"\*\.safetensors"],
     ),
-    "no network": (["model.name=org/Llama-8B"], [r"model\.name='org/Llama-8B'", "no hub copy", "or log in to the hub"]),
+    "no network": (["model.name=org/Llama-8B"], [r"model\.name='org/Llama-8B'", "or log in to the hub"]),
     "missing essays": (["data.essays=/nowhere.txt"], [r"essays='/nowhere\.txt' does not exist", "give a .txt"]),
     "missing text": (
         ["data.text=/nowhere.txt", "++data.tasks.text=1"], [r"data\.text: essays='/nowhere\.txt' does not exist"],
@@ -317,7 +317,7 @@ def test_a_folder_without_weights(model_folder, tmp_path, no_step):
         (tmp_path / "model" / name).write_bytes((model_folder / name).read_bytes())
     says(
         lambda: run(settings(tmp_path / "model"), tmp_path / "run"),
-        r"model\.name='.*/model' cannot be loaded", "does not hold a complete model", r"Put config\.json, \*\.safe",
+        r"model\.name='.*/model' cannot be loaded \(OSError: ", r"a folder with config\.json, \*\.safetensors",
     )  # fmt: skip
 
 
