@@ -25,7 +25,7 @@ from leank.data_gen.haystack import SPLITS
 from leank.data_gen.task import LONGEST, Request, Sample
 from leank.data_gen.tasks import TASKS, task
 from leank.data_gen.tokens import TokenCounter
-from leank.errors import in_one_line
+from leank.errors import naming
 from leank.shipped import resolve
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -72,7 +72,11 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line of the module's docstring."""
     args = arguments(argv)
     with ending("data_gen", lambda: f"{args.out} is as it was; again: {again('leank.data_gen')}"):
-        write(rows(args, load_tokenizer(args.tokenizer)), args.out)
+        from transformers import AutoTokenizer  # seconds to import
+
+        with naming(f"tokenizer={args.tokenizer!r}"):
+            tokenizer = AutoTokenizer.from_pretrained(resolve(args.tokenizer))
+        write(rows(args, tokenizer), args.out)
     print(f"wrote {amount(args.count, 'document')} of {args.task} at {args.length} tokens to {args.out}")
 
 
@@ -99,20 +103,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         cure = f"give a count from 1 to {LONGEST} and a start from 0 on"
         sys.exit(f"data_gen: count={args.count}, start={args.start}: {cure}")
     return args
-
-
-def load_tokenizer(given: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer by name or folder; exit with one line if there is none or it is damaged."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(resolve(given))
-    except Exception as error:  # transformers raises many kinds for a damaged folder
-        why = f"{type(error).__name__}: {in_one_line(str(error))[:300]}"
-        sys.exit(
-            f"data_gen: tokenizer={given!r} cannot be loaded ({why}); "
-            "give 'reference', 'reference_mixed', a folder, or a Hugging Face name"
-        )
 
 
 if __name__ == "__main__":
