@@ -25,7 +25,6 @@ from leank.data_gen.haystack import SPLITS
 from leank.data_gen.task import LONGEST, Request, Sample
 from leank.data_gen.tasks import TASKS, task
 from leank.data_gen.tokens import TokenCounter
-from leank.errors import naming
 from leank.shipped import resolve
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -74,8 +73,10 @@ def main(argv: list[str] | None = None) -> None:
     with ending("data_gen", lambda: f"{args.out} is as it was; again: {again('leank.data_gen')}"):
         from transformers import AutoTokenizer  # seconds to import
 
-        with naming(f"tokenizer={args.tokenizer!r}"):
+        try:
             tokenizer = AutoTokenizer.from_pretrained(resolve(args.tokenizer))
+        except OSError as error:
+            raise FileNotFoundError(f"tokenizer={args.tokenizer!r}: {error}") from error
         write(rows(args, tokenizer), args.out)
     print(f"wrote {amount(args.count, 'document')} of {args.task} at {args.length} tokens to {args.out}")
 

@@ -9,7 +9,6 @@ import time
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from leank.eval.__main__ import command_line
 from leank.eval.benchmarks.ruler import Ruler
@@ -18,18 +17,10 @@ from leank.eval.methods import Method, build_method
 from leank.eval.rows import NAME, Key, Results, check_rows, key_of, read
 from leank.eval.run.job import Job
 from leank.eval.run.replay import Settings
+from tests.conftest import tiny_model
 from tests.helpers.report_rows import row
 
 ROW = {**Key("m", "dense", "c0", "ruler", "vt", 64, "0", 42, "after_question")._asdict(), "score": 1.0}
-
-
-def tiny():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=4096, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, initializer_range=0.3, max_position_embeddings=1024, eos_token_id=None,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
 
 
 def job(samples=4, ratio=0.5, batch_size=3, lengths=(320,), **settings):
@@ -47,7 +38,8 @@ def job(samples=4, ratio=0.5, batch_size=3, lengths=(320,), **settings):
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny()
+    sizes = {"vocab_size": 4096, "intermediate_size": 40, "max_position_embeddings": 1024}
+    return tiny_model("llama", eos_token_id=None, **sizes).float()
 
 
 def run(directory, work, model, tokenizer):

@@ -130,12 +130,11 @@ class ChanMix(FromSamples, Bits):
     def of_layer(self, index: int, prefill: Prefill) -> OfChannels:
         form = FP8 if self.scales == "fp8" else None
         of_keys, of_values = (x[index].tolist() for x in self.widths)
-        return OfChannels(
-            tuple(
-                (Planes(tuple(k), self.group, form), Planes((v,) * len(k), self.group, form))
-                for k, v in zip(of_keys, of_values, strict=True)
-            )
+        heads = tuple(
+            (Planes(tuple(sorted(k, reverse=True)), self.group, form), Planes((v,) * len(k), self.group, form))
+            for k, v in zip(of_keys, of_values, strict=True)
         )
+        return OfChannels(heads, tuple(map(tuple, of_keys)))
 
 
 def retrieval_scores(prefill: Prefill, sentence: int) -> Tensor:
@@ -182,7 +181,13 @@ def by_range(ranges: Tensor, free: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class OfChannels(OfHeads):
-    """The codec of one layer."""
+    """The codec of one layer, whose widest channels stand first."""
+
+    bits: tuple[tuple[int, ...], ...]  # of every channel of K, [H][D]
+
+    @property
+    def order(self) -> Tensor:
+        return torch.tensor(self.bits, dtype=torch.uint8)
 
     def segment(self, extent: Extent) -> PageSegment:
         """An empty segment. Raises ValueError unless K keeps all its channels."""
@@ -199,7 +204,7 @@ class Planes(PageCodec):
     that have one, and so on; then scales and zero points.
     """
 
-    widths: tuple[int, ...]  # bits of every channel; those of V are all the same
+    widths: tuple[int, ...]  # bits of every channel, the most first; those of V are all the same
     group: int = 32
     form: torch.dtype | None = None  # of scales and zero points; None is the model's
 
@@ -207,10 +212,10 @@ class Planes(PageCodec):
     def why_not_kernel(self) -> str | None:
         return "no kernel reads a code of 1 bit, nor scales in FP8"
 
-    @cached_property
-    def _lines(self) -> list[list[int]]:
-        """The channels that have each bit, the lowest first."""
-        return [[c for c, width in enumerate(self.widths) if width > bit] for bit in range(max(self.widths))]
+    @property
+    def _having(self) -> list[int]:
+        """How many channels have each bit, the lowest first."""
+        return [sum(width > bit for width in self.widths) for bit in range(self.widths[0])]
 
     def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
         """Codes [R, n, d], and scales [R, n / group, d, 2] of K, [R, n, d / group, 2] of V."""
@@ -238,7 +243,7 @@ class Planes(PageCodec):
 
     def pack(self, codes: Tensor, numbers: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
         """Planes of bits and scales, all in bytes."""
-        lines = torch.cat([codes[..., channels] >> bit & 1 for bit, channels in enumerate(self._lines)], -1)
+        lines = torch.cat([codes[..., :count] >> bit & 1 for bit, count in enumerate(self._having)], -1)
         scales = numbers.to(self.form or numbers.dtype).contiguous().view(torch.uint8)
         return torch.cat([fold(lines, FOLDS).flatten(-2), scales.flatten(-3)], -1), numbers.flatten(-3)[..., :0]
 
@@ -246,10 +251,8 @@ class Planes(PageCodec):
         """Codes [..., 64, d] and scales [..., 64 / group, d, 2] or [..., 64, d / group, 2]."""
         size = PAGE // 8 * sum(self.widths)
         lines = unfold(codes[..., :size].unflatten(-1, (PAGE // 8, -1)), FOLDS)
-        found = torch.zeros(*lines.shape[:-1], dim, dtype=torch.uint8, device=codes.device)
-        for bit, (channels, line) in enumerate(
-            zip(self._lines, lines.split(list(map(len, self._lines)), -1), strict=True)
-        ):
-            found[..., channels] |= line << bit
+        found, *others = lines.split(self._having, -1)  # every channel has the lowest bit
+        for bit, line in enumerate(others, 1):
+            found[..., : line.shape[-1]] |= line << bit
         scales = codes[..., size:].contiguous().view(self.form or numbers.dtype).to(numbers.dtype)
         return found, scales.unflatten(-1, (PAGE // self.group, dim, 2) if keys else (PAGE, dim // self.group, 2))

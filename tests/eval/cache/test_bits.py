@@ -1,8 +1,6 @@
 """Coded middles (KIVI, TurboQuant, FP8): what a cell and a segment hold, and generation over it, against an oracle that
 shares no code with eval.cache."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -37,6 +35,7 @@ from tests.helpers.cache_oracle import (
     run,
     tiny_model,
 )
+from tests.helpers.segments import LAST, check_segment, random_channels
 from tests.oracles.rounding import fake_quantise
 
 BITS = st.sampled_from([2, 4, 8])
@@ -146,80 +145,41 @@ def of_head(codec, head):
     return codec.heads[head % len(codec.heads)] if isinstance(codec, OfHeads) else (codec, codec)
 
 
-def random_tables(seed, batch, heads, dim):
-    """A KeptChannels table with empty heads among it, and its mask [B, H, D]."""
-    generator = torch.Generator().manual_seed(seed)
-    keep = torch.rand(batch, heads, dim, generator=generator) < torch.rand(batch, heads, 1, generator=generator) * 1.3
-    keep &= torch.rand(batch, heads, 1, generator=generator) > 0.25
-    return KeptChannels.of(keep, torch.empty(batch, heads, 0, dim)), keep
-
-
 @settings(max_examples=25, derandomize=True)
-@given(
-    CODECS,
-    st.lists(st.integers(0, 6), min_size=1, max_size=4),  # whole groups appended, one after the other
-    st.lists(st.integers(0, 150), min_size=6, max_size=6),  # tokens that each head takes last
-    SEEDS,
-)
+@given(CODECS, st.lists(st.integers(0, 6), min_size=1, max_size=4), LAST, SEEDS)
 def test_a_segment_holds_the_coded_tokens_of_every_head(codec, appends, last, seed):
-    """Ragged heads, empty heads, part of the rows at a time, room that grows; then a short last group."""
-    batch, heads, dim, group, kivi = 2, 3, 16, codec.group, isinstance(codec, Packing)
-    (channels, keep), generator = random_tables(seed, batch, heads, dim), torch.Generator().manual_seed(seed)
-    segment = codec.segment(Extent(channels, np.full((batch, heads), 64), dim, torch.float64))
-    want = {at: [(torch.empty(0, dim).double(),) * 2] for at in np.ndindex(batch, heads)}
-    for i, (groups, ragged) in enumerate([(g, None) for g in appends] + [(0, np.array(last).reshape(batch, heads))]):
-        rows = np.array([[0, 1], [1], [0]][i % 3] if ragged is None else [0, 1])
-        tokens = groups * group if ragged is None else max(last)
-        k, v = torch.randn(2, len(rows), heads, tokens, dim, generator=generator, dtype=torch.float64)
-        segment = segment.grown(segment.capacity + tokens * (segment.capacity > 0))
-        segment.append(rows, k, v, None if ragged is None else ragged[rows])
-        for (r, b), h in itertools.product(enumerate(rows), range(heads)):
-            n = tokens if ragged is None else ragged[b, h]
-            new = k[r, h, :n], v[r, h, :n]
-            of_keys, of_values = of_head(codec, h)
-            if kivi:
-                new = fake_quantise_middle(*new, codec.bits, group)
-            elif isinstance(of_keys, Scaled):
-                new = in_fp8(new[0], of_keys.scale), in_fp8(new[1], of_values.scale)
-            elif keep[b, h].any():
-                coded = new[0].clone()
-                coded[:, keep[b, h]] = rotated(new[0][:, keep[b, h]], of_keys.bits, of_keys.norm_correction)
-                even = isinstance(of_values, Even)
-                new = (
-                    coded,
-                    (
-                        fake_quantise(new[1], of_values.bits)
-                        if even
-                        else rotated(new[1], of_values.bits, of_values.norm_correction)
-                    ),
-                )
-            want[b, h].append(new)
-    segment = segment.select(torch.tensor([1, 0]), channels.select(torch.tensor([1, 0])), None)
+    keep, dim = random_channels(seed, 16), 16
+
+    def rounded(head, k, v):
+        of_keys, of_values = of_head(codec, head)
+        if isinstance(codec, Packing):
+            return fake_quantise_middle(k, v, codec.bits, codec.group)
+        if isinstance(of_keys, Scaled):
+            return in_fp8(k, of_keys.scale), in_fp8(v, of_values.scale)
+        coded = rotated(k, of_keys.bits, of_keys.norm_correction) if k.shape[1] else k
+        if isinstance(of_values, Even):
+            return coded, fake_quantise(v, of_values.bits)
+        return coded, rotated(v, of_values.bits, of_values.norm_correction)
+
+    close = {"rtol": 1e-7, "atol": 1e-7} if isinstance(of_head(codec, 0)[0], Rotation) else {}
+    channels = KeptChannels.of(keep, torch.empty(2, 3, 0, dim))
+    segment, tokens = check_segment(codec, channels, dim, appends, last, seed, rounded, **close)
     held = [0, 0]
-    for (b, h), pieces in want.items():
-        k, v = (torch.cat(x) for x in zip(*pieces, strict=True))
-        got_k, got_v = segment.read(1 - b, h)
-        if not keep[b, h].any():
-            assert len(got_k) == len(got_v) == 0
-            continue
-        of_keys, of_values = of_head(codec, h)
-        exact = {} if isinstance(of_keys, Rotation) else {"rtol": 0, "atol": 0}
-        torch.testing.assert_close(got_k, k[:, keep[b, h]], **exact)
-        torch.testing.assert_close(got_v, v, **exact)
-        count = int(keep[b, h].sum())
-        if kivi:
+    for (row, head), n in np.ndenumerate(tokens * keep.any(-1).numpy()):
+        count, group = int(keep[row, head].sum()), codec.group
+        if isinstance(codec, Packing):
             cell = group * codec.bits // 8 + 2 * 8
-            held[0] += -(-len(k) // group) * -(-count // 16) * 16 * cell
-            held[1] += len(k) * (dim // group) * cell
+            held[0] += -(-n // group) * -(-count // 16) * 16 * cell
+            held[1] += n * (dim // group) * cell
         else:
-            for i, (one, n) in enumerate(((of_keys, count), (of_values, dim))):
-                codes = sum(-(-n * part // 8) for part in {2: [2], 3: [2, 1], 4: [4], 8: [8]}[one.bits])
-                held[i] += len(k) * (codes + 8 * {Scaled: 0, Rotation: 1, Even: 2}[type(one)])
+            for i, (one, width) in enumerate(zip(of_head(codec, head), (count, dim), strict=True)):
+                codes = sum(-(-width * part // 8) for part in {2: [2], 3: [2, 1], 4: [4], 8: [8]}[one.bits])
+                held[i] += n * (codes + 8 * {Scaled: 0, Rotation: 1, Even: 2}[type(one)])
     assert segment.held() == tuple(held)
 
 
 def test_tokens_follow_whole_groups():
-    channels, _ = random_tables(3, 1, 2, 16)
+    channels = KeptChannels.of(None, torch.empty(1, 2, 0, 16))
     segment = Packing(2, 8).segment(Extent(channels, np.full((1, 2), 64), 16, torch.float32))
     x = torch.randn(1, 2, 12, 16)
     segment.append(np.array([0]), x, x)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.conftest import tiny_model
 from tests.helpers.kernels import DEVICE, ON_GPU, make_store, poison
 
 from leank.eval.cache.attention import choose as launch  # isort: skip  (needs Triton, which the line above asks for)
@@ -288,13 +288,11 @@ def test_a_later_turn_and_a_copy_go_on(kind):
 
 def a_model(layers, heads, group, dim):
     """A random model whose attention is peaked enough that what is read changes its tokens."""
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=211, hidden_size=128, intermediate_size=128, num_hidden_layers=layers, head_dim=dim,
+    return tiny_model(
+        "llama", 1, vocab_size=211, hidden_size=128, intermediate_size=128, num_hidden_layers=layers, head_dim=dim,
         num_attention_heads=heads * group, num_key_value_heads=heads, initializer_range=0.2, eos_token_id=None,
         max_position_embeddings=4096, pad_token_id=0,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).to(DEVICE, DTYPE).eval()
+    ).to(DEVICE, DTYPE)  # fmt: skip
 
 
 def replies(model, kind, kept, backend, new, generate=None):

@@ -40,7 +40,7 @@ SIZES = st.tuples(st.integers(0, 5), st.integers(0, 12), st.integers(1, 6))
 LENGTHS = st.lists(st.integers(1, 45), min_size=1, max_size=3)
 
 
-@settings(max_examples=24, derandomize=True)
+@settings(max_examples=14, derandomize=True)
 @given(
     st.sampled_from(sorted(FAMILIES)), LENGTHS, st.lists(st.integers(1, 20), min_size=3, max_size=3), SIZES,
     st.none() | st.integers(1, 20), st.booleans(), st.integers(1, 25), SEEDS,

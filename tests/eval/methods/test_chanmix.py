@@ -100,10 +100,9 @@ def test_a_segment_holds_what_loops_say(group, form, dtype, appends, last, seed)
     generator = torch.Generator().manual_seed(seed)
     widths = torch.randint(1, 5, (3, DIM), generator=generator).tolist()
     of_values = (2, 4, 2)
-    codec = OfChannels(tuple(
-        (Planes(tuple(k), group, form), Planes((v,) * DIM, group, form)) for k, v in zip(widths, of_values, strict=True)
-    ))  # fmt: skip
-    channels = KeptChannels.of(torch.ones(1, 3, DIM, dtype=torch.bool), torch.empty(1, 3, 0, DIM))
+    heads = [[tuple(sorted(k, reverse=True)), (v,) * DIM] for k, v in zip(widths, of_values, strict=True)]
+    codec = OfChannels(tuple(tuple(Planes(x, group, form) for x in head) for head in heads), tuple(map(tuple, widths)))
+    channels = KeptChannels.of(None, torch.empty(1, 3, 0, DIM), codec.order)
     segment = codec.segment(Extent(channels, np.full((1, 3), 64), DIM, dtype))
     want, given = ([([], []) for _ in range(3)] for _ in range(2))
     for tokens in [n * group for n in appends] + [last]:
@@ -118,7 +117,9 @@ def test_a_segment_holds_what_loops_say(group, form, dtype, appends, last, seed)
                 to += new
     rough = {torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
     for h in range(3):
-        for got, pieces, x in zip(segment.read(0, h), want[h], given[h], strict=True):
+        k, v = segment.read(0, h)
+        k = torch.zeros_like(k).index_copy(1, channels.index[0, h].long(), k)
+        for got, pieces, x in zip((k, v), want[h], given[h], strict=True):
             wanted, x = torch.cat([got[:0], *pieces]), torch.cat(x)  # of two levels as near, either may be taken
             torch.testing.assert_close((got - x).abs(), (wanted - x).abs(), rtol=rough, atol=rough)
     k, v = segment.held()
@@ -182,6 +183,6 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="retrieval"):
         ChanMix(retrieval=1.0)
     channels = KeptChannels.of(torch.arange(DIM).expand(1, 1, DIM) < 8, torch.empty(1, 1, 0, DIM))
-    codec = OfChannels(((Planes((2,) * DIM), Planes((2,) * DIM)),))
+    codec = OfChannels(((Planes((2,) * DIM), Planes((2,) * DIM)),), ((2,) * DIM,))
     with pytest.raises(ValueError, match="leave out the choice of channels"):
         codec.segment(Extent(channels, np.full((1, 1), 64), DIM, torch.float32))

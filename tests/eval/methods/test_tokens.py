@@ -31,6 +31,7 @@ from leank.eval.methods.tokens.tova import TOVA
 from tests import DATA
 from tests.helpers import kvpress
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, tiny_model
+from tests.oracles.attention import weights
 
 
 def observed(lengths, seed=0, family="llama", model=None, **changes):
@@ -48,14 +49,7 @@ def alone(model, lengths, row, seed=0):
 
 def attention(queries, keys):
     """Softmax rows [Hq, n, T] of the last n queries, each over what it sees."""
-    count, length, group = queries.shape[1], keys.shape[1], queries.shape[0] // keys.shape[0]
-    out = torch.zeros(queries.shape[0], count, length, dtype=torch.float64)
-    for head in range(queries.shape[0]):
-        for t in range(count):
-            seen = length - count + t + 1
-            logits = keys[head // group, :seen] @ queries[head, t] / keys.shape[-1] ** 0.5
-            out[head, t, :seen] = logits.softmax(0)
-    return out
+    return weights(queries[None], keys[None])[0]
 
 
 def kept_of(keep, row, length):

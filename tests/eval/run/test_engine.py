@@ -347,14 +347,12 @@ def test_rows_end_at_their_own_bounds_and_no_step_follows_the_last():
     ids=["static channels", "packed, channels of each prompt"],
 )
 @pytest.mark.parametrize("lengths", [[400, 400], [420, 180, 300]], ids=["equal", "padded"])
-def test_a_captured_loop_gives_the_tokens_of_an_eager_one(config, lengths, monkeypatch):
+def test_a_captured_loop_gives_the_tokens_of_an_eager_one(config, lengths, captures, monkeypatch):
     model = load_model(ModelConfig())
     chosen = build_method("one", config, {"sink": 16, "window": 96})
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(10, 4000, (n,), generator=generator).tolist() for n in lengths]
     ids, real = pad_left(prompts, 0, model.device)
-    captures, capture = [], DecodeLoop.capture
-    monkeypatch.setattr(DecodeLoop, "capture", lambda loop: (captures.append(1), capture(loop)))
     found = []
     for least in (MORE, 16):  # never captured, captured
         monkeypatch.setattr(decode, "CAPTURE_FOR", least)
