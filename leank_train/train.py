@@ -16,11 +16,11 @@ from leank.allocation import channel_scores
 from leank.backbone import Backbone
 from leank.data_gen import haystack
 from leank.data_gen.tokens import TokenCounter
+from leank.errors import naming
 from leank.files import write_json
 from leank.mask import ChannelMask, check_ratio
 from leank.precision import VALUE_BITS, Precision
 from leank.rotary import rotary_pairs
-from leank.shape import architecture
 from leank.tensor_files import write_tensors
 from leank.wandb_log import log_results, make_logger
 from leank_train.data import collate
@@ -181,18 +181,13 @@ def check_inputs(config: RunConfig, backbone: Backbone) -> None:
     first = config.mixture(backbone, per_length=config.data.documents)
     documents = []
     for name in (name for name, share in config.data.tasks.items() if share):
-        try:
+        with naming(f"data.min_length or data.tasks.{name}"):
             documents.append(first.build(name, config.data.min_length, 0))
-        except ValueError as error:
-            raise ValueError(f"data.min_length or data.tasks.{name}: {error}") from error
     for together in [documents] if config.data.documents > 1 else [[d] for d in documents]:
         collate(backbone, together)
     if config.validation.heldout:
-        try:
+        with naming("data.min_length, for the text of the verdict, which validation.heldout=0 skips"):
             mixtures(config, backbone)[TEXT].build("text", config.data.min_length, 0)
-        except ValueError as error:
-            where = "data.min_length, for the text of the verdict, which validation.heldout=0 skips"
-            raise ValueError(f"{where}: {error}") from error
     check_samples_fit(config, backbone)
     pruning = config.pruning
     if pruning.bytes is not None:
@@ -223,12 +218,7 @@ def save_masks(
     Returns those that the verdict compares, by name: `MASK`, the mask of the run, `STAGE1`, and other ratios.
     """
     config, pruning, out = current.config, current.config.pruning, current.out
-    metadata = {
-        "model": config.model.name, "architecture": architecture(backbone.model.config),
-        "config": current.fingerprint, "sink": pruning.sink, "window": pruning.window, "seed": config.seed,
-        "lengths": [config.data.min_length, config.data.max_length],
-        "versions": {"torch": torch.__version__, "lightning": L.__version__},
-    }  # fmt: skip
+    metadata = current.origin(backbone)
 
     def cut(scores: Tensor, ratio: float, align: int) -> ChannelMask:
         return ChannelMask.from_scores(scores, ratio, align, pruning.rounding, metadata).with_means(means)

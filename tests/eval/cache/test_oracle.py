@@ -19,8 +19,7 @@ from leank.eval.inference.prefill import PromptLayer, prefill
 from leank.eval.inference.prompts import Prompt
 from leank.eval.methods import Method
 from leank.eval.methods.axes import Channels, PromptPass, Tokens
-from leank.eval.run.replay import Replay
-from leank.eval.run.settings import Settings
+from leank.eval.run.replay import Replay, Settings
 from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import (
     DIM,

@@ -16,8 +16,7 @@ from leank.eval.inference.prefill import prefill
 from leank.eval.methods import build_method
 from leank.eval.methods.bits.chanmix import FP8, ChanMix, OfChannels, Planes, by_range, retrieval_scores
 from leank.eval.methods.memory import method_bytes
-from leank.eval.run.replay import Replay, cache_bytes
-from leank.eval.run.settings import Settings
+from leank.eval.run.replay import Replay, Settings, cache_bytes
 from tests.helpers.cache_oracle import HEADS, left_padded, tiny_model
 
 DIM = 32

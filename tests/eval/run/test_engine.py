@@ -21,8 +21,7 @@ from leank.eval.methods.prefill.asl import ASL
 from leank.eval.methods.prefill.fastkv import FastKV
 from leank.eval.methods.tokens.h2o import H2O
 from leank.eval.methods.tokens.snapkv import SnapKV
-from leank.eval.run.replay import Replay
-from leank.eval.run.settings import Settings
+from leank.eval.run.replay import Replay, Settings
 from tests.helpers.cache_oracle import FAMILIES, tiny_model
 from tests.helpers.replay_tools import NEW, SIZES, Letters, alone, methods, prompts, rows
 from tests.helpers.text_tokenizers import tokenizer

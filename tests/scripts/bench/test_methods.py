@@ -12,8 +12,7 @@ from leank.eval.inference.models import ModelConfig, load_config, load_model
 from leank.eval.methods import Method
 from leank.eval.methods.registry import REGISTRY, name_of
 from leank.eval.methods.tokens.snapkv import SnapKV
-from leank.eval.run.replay import Replay
-from leank.eval.run.settings import Settings
+from leank.eval.run.replay import Replay, Settings
 from scripts.bench import methods
 from scripts.bench.common import ROOT
 
