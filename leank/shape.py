@@ -73,7 +73,7 @@ def check_config(config: PreTrainedConfig) -> DecoderShape:
         raise ValueError(
             f"model={config.model_type} takes more than text; load its language model ({text.model_type}) alone"
         )
-    if not has_rope(config):
+    if getattr(config, "rope_parameters", None) is None and getattr(config, "rope_theta", None) is None:
         raise ValueError(
             f"model={config.model_type} has no rotary positions (RoPE); choose a RoPE decoder such as Llama"
         )
@@ -94,11 +94,6 @@ def check_decoder(model: PreTrainedModel) -> None:
         raise ValueError(f"model={kind} takes no registered attention function; choose another model")
     if model.base_model is model:
         raise ValueError(f"model={kind} names no base model without a head; choose another model")
-
-
-def has_rope(config: PreTrainedConfig) -> bool:
-    """Whether a model of this config has rotary positions."""
-    return getattr(config, "rope_parameters", None) is not None or getattr(config, "rope_theta", None) is not None
 
 
 def architecture(config: PreTrainedConfig) -> str:

@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTra
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from leank import backbone
-from leank.model_folder import folder_digest
+from leank.files import folder_digest
 from leank.shipped import NAMED
 from leank.typed import shown
 

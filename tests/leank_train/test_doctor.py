@@ -84,8 +84,6 @@ def test_the_commands_fit_the_model(name):
     ("change", "said"),
     [
         ({"hidden_act": "x"}, r"has a config that no decoder of transformers takes \(KeyError: 'x'\); choose"),
-        ({"num_hidden_layers": 10**6}, "num_hidden_layers=1000000 of its config is not in 1 to 4096"),
-        ({"max_position_embeddings": -1}, "max_position_embeddings=-1 of its config is not in"),
     ],
 )
 def test_a_config_that_no_model_has_is_refused_by_name(change, said, tmp_path):

@@ -13,7 +13,6 @@ from leank.eval.cache.attention.backend import choose_backend  # isort: skip  (n
 from leank.eval.cache import graph
 from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.attention.launch import Kernel
-from leank.eval.cache.graph import DecodeLoop
 from leank.eval.cache.layer import CompressedLayer
 from leank.eval.cache.storage.eviction import HeavyHitters
 from leank.eval.cache.storage.middle import Middle
@@ -182,10 +181,9 @@ CHOICES = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("choice", CHOICES)
-def test_a_captured_step_decodes_what_single_steps_do(choice, monkeypatch):
+def test_a_captured_step_decodes_what_single_steps_do(choice, captures, monkeypatch):
     """Many tokens of two rows, one of them padded, through evictions and a tail that moves."""
-    model, captures, capture = load_model(ModelConfig()), [], DecodeLoop.capture
-    monkeypatch.setattr(DecodeLoop, "capture", lambda loop: (captures.append(1), capture(loop)))
+    model = load_model(ModelConfig())
     method = Method("m", tokens=CHOICES[choice], sink=4, window=32, flush=8, backend="triton")
     ids, mask = left_padded((400, 250), 5)
     ids, real, new = ids.to(model.device), mask.bool().to(model.device), 1000 if choice in ("h2o", "lethe") else 250

@@ -362,6 +362,7 @@ def test_a_tail_that_grows_several_times():
     assert store.version > 2
     assert store.tail.length[:, 0].min() > 300
     assert not store.tail.length[:, 1:3].any()
+    assert not store.tail.capacity[:, 1:3].any()
 
 
 def test_a_step_that_brings_nothing_due_touches_no_store(monkeypatch):
