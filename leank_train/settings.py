@@ -135,11 +135,12 @@ class RunConfig(Checked):
             f"stage1.l1={self.stage1.l1!r} and stage1.reduction={self.stage1.reduction!r} with stage1.lam='auto': the "
             "limits of a steered lambda fit means; set stage1.l1=mean and stage1.reduction=official, or give a number",
         )
-        need(
-            self.stage1.steps + self.stage2.steps > 0 or pruning.bytes is not None,
-            "stage1.steps=0 and stage2.steps=0: nothing would be learned; give one of them steps above 0",
-        )
         apart = self.trainer.shard_weights or self.trainer.sequence_parallel > 1
+        need(
+            self.stage1.steps + self.stage2.steps > 0 or not apart,
+            "stage1.steps=0 and stage2.steps=0 take the closed form's mask, for which one process has to read whole "
+            "documents with all weights; give steps, or leave out trainer.shard_weights and trainer.sequence_parallel",
+        )
         need(
             pruning.compensation == "none" or not apart,
             f"pruning.compensation={pruning.compensation}: one process has to read whole documents with all weights to "

@@ -257,7 +257,7 @@ class Stage1(Stage):
 
     def finish(self) -> None:
         """For nested ratios, score a channel by its mean over the stage, which tells in what order they fell."""
-        if self.pruning.nested:
+        if self.pruning.nested and self.config.steps:
             with torch.no_grad():
                 self.alpha.copy_(self.path / self.config.steps)
 

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from leank import backbone as backbones
+from leank.allocation import channel_scores
 from leank.backbone import Backbone
 from leank.data_gen import haystack
 from leank.data_gen.tokens import TokenCounter
@@ -91,7 +92,12 @@ def train(current: Run, signals: Signals) -> Metrics:
     means = calibrate(config, backbone) if config.pruning.compensation == "mean" else None
     if config.pruning.bytes is not None:
         return train_layouts(current, backbone, means, logger, signals, started)
-    stage1 = Stage1(backbone, config.stage1, config.pruning, parallel=config.trainer, mean_keys=means)
+    scores = None
+    if not config.stage1.steps + config.stage2.steps:
+        with memory_advice("in the closed form", "data.max_length"):
+            losses = closed_form(config, backbone, means)
+        scores = channel_scores(losses.keys[..., 0], losses.empty, config.pruning.align)
+    stage1 = Stage1(backbone, config.stage1, config.pruning, scores, config.trainer, means)
     record1 = fit(current, stage1, "stage1", logger, signals)
     stage2 = Stage2(backbone, config.stage2, config.pruning, stage1.alpha, config.trainer, means)
     record2 = fit(current, stage2, "stage2", logger, signals)

@@ -87,6 +87,19 @@ def test_without_steps_the_closed_form_gives_the_layouts(finished, model_folder,
     assert not (tmp_path / "masks/closed_form.safetensors").exists()
 
 
+def test_without_steps_and_budget_the_closed_form_gives_nested_masks(model_folder, tmp_path):
+    given = [setting for setting in LAYOUTS if "bytes" not in setting and "nested" not in setting]
+    run(settings(model_folder, *given, "stage1.steps=0", "pruning.ratio=0.5", "pruning.nested=[0.75]"), tmp_path)
+    wide, narrow = (ChannelMask.load(tmp_path / name) for name in ("mask.safetensors", "masks/mask_75pct.safetensors"))
+    assert (wide.pruning_ratio, narrow.pruning_ratio) == (0.5, 0.75)
+    assert (narrow.keep <= wide.keep).all()
+    assert wide.mean_keys is not None
+    scores = load_file(tmp_path / "alpha.safetensors")
+    assert torch.equal(scores["alpha"], scores["stage1"])
+    assert scores["alpha"].unique().numel() == scores["alpha"].numel()  # every channel has its rank
+    assert {"leank", "mask_75pct"} < {*json.loads((tmp_path / "metrics.json").read_text())["verdict"]["kl"]}
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_hard_waterline_is_what_allocate_gives(seed, monkeypatch):
     """Where no width is filled in part, the student reads the layout of this budget, and bytes and loss are its own."""

@@ -239,7 +239,9 @@ BEFORE_TRAINING = {
     ),
     "prompts that nothing reads": (["data.prompts=a"], [r"data\.prompts='a' has no effect", "take data=own_prompts"]),
     "no prompts": (["++data.tasks.prompts=1"], [r"data\.tasks\.prompts=1.* reads prompts of yours: set data\.pro"]),
-    "no steps": (["stage1.steps=0", "stage2.steps=0"], ["nothing would be learned; give one"]),
+    "no steps, shared": (
+        ["stage1.steps=0", "stage2.steps=0", "trainer.sequence_parallel=2"], ["take the closed form's", "give steps"],
+    ),
     "lengths": (["data.min_length=500"], [r"data\.min_length=500 is above data\.max_length=400"]),
     # tasks
     "unknown task": (["++data.tasks.vtt=1"], ["task='vtt' is unknown; choose one of .*multikey"]),
