@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypedDict
 
@@ -48,7 +49,7 @@ class Metrics(TypedDict, total=False):
     empty_heads: int  # empty_heads, heads: KV heads without kept channels, and all KV heads
     heads: int
     alpha_mean: float
-    separation: dict[str, float]  # how far stage 1 has driven the scores apart (`Separation.metrics`)
+    separation: dict[str, float]  # how far stage 1 has driven the scores apart (`Separation`)
     distillation: dict[str, float]  # stage -> distillation loss of its last step
     heldout: dict[str, dict[str, float]]  # stage -> "step" and "loss" of its best look, and where it "ended"
     verdict: dict[str, object]  # KL to dense of the mask and of its rivals, and doubts (`verdict`)
@@ -300,7 +301,7 @@ def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, re
     return {
         **counted(mask),
         "alpha_mean": float(alpha.mean()),
-        "separation": separation.metrics,
+        "separation": asdict(separation),
         "distillation": {name: r.steps[-1]["distillation"] for name, r in records.items() if r.steps},
         **({"heldout": heldout} if heldout else {}),
         "seconds": {"training": round(sum(r.seconds for r in records.values()), 1)},  # those before a stop included
