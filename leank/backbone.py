@@ -190,11 +190,9 @@ def load(
     device: str | torch.device = "cpu",
     chat: bool | None = None,
     overrides: Mapping[str, object] | None = None,
-    attention: str = "sdpa",
 ) -> Backbone:
     """Load and freeze a decoder; name, dtype, chat, overrides: see `ModelConfig`.
 
-    attention: the model's attention function, as transformers names it.
     Raises FileNotFoundError if weights or tokenizer are missing, ValueError for a model that cannot be pruned, or whose
     files do not hold every weight, or hold weights that are not finite.
     """
@@ -202,7 +200,7 @@ def load(
     kind = torch_dtype(dtype, device)
     config = load_config(name, overrides)
     tokenizer = load_tokenizer(name)
-    model = _weights(name, config, kind, attention, overrides or {})
+    model = _weights(name, config, kind, overrides or {})
     known, rows = tokenizer.vocab_size, len(model.get_input_embeddings().weight)  # type: ignore[arg-type]  # a tensor
     if known > rows:
         raise ValueError(
@@ -220,23 +218,17 @@ def load(
 
 
 def _weights(
-    name: str, config: PreTrainedConfig, dtype: torch.dtype, attention: str, overrides: Mapping[str, object]
+    name: str, config: PreTrainedConfig, dtype: torch.dtype, overrides: Mapping[str, object]
 ) -> PreTrainedModel:
     try:
         loaded: object = AutoModelForCausalLM.from_pretrained(
-            resolve(name), config=config, dtype=dtype, attn_implementation=attention,
-            output_loading_info=True, ignore_mismatched_sizes=True,
+            resolve(name), config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
     except OSError as error:
         raise FileNotFoundError(_missing(name, error)) from error
     except Exception as error:  # of a class of transformers, which may do anything with a value
         if out_of_memory(error):
             raise
-        if isinstance(error, ValueError) and "attention implementation" in str(error):
-            raise ValueError(
-                f"model.name={name!r} cannot be used: transformers has no attention={attention} for "
-                f"{config.model_type}, whose logits of attention are soft-capped or have sinks; choose another model"
-            ) from error
         if overrides:
             raise BadConfig(f"model.overrides={shown(dict(overrides))} cannot work: {said_by(error)}") from error
         raise ValueError(f"model.name={name!r} cannot be loaded ({said_by(error)}); copy its files again") from error

@@ -96,6 +96,12 @@ def check_decoder(model: PreTrainedModel) -> None:
         raise ValueError(f"model={kind} names no base model without a head; choose another model")
 
 
+def sliding_window(config: PreTrainedConfig) -> int | None:
+    """Return how many tokens the layers with a sliding window see; None if there are none."""
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    return getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
+
+
 def has_rope(config: PreTrainedConfig) -> bool:
     """Whether a model of this config has rotary positions."""
     return getattr(config, "rope_parameters", None) is not None or getattr(config, "rope_theta", None) is not None
