@@ -24,23 +24,11 @@ from leank.data_gen.chat import template_tokens
 from leank.data_gen.haystack import SPLITS
 from leank.data_gen.task import LONGEST, Request, Sample
 from leank.data_gen.tasks import TASKS, task
-from leank.data_gen.tasks.passkey import Passkey
-from leank.data_gen.tasks.text import Text
 from leank.data_gen.tokens import TokenCounter
-from leank.errors import in_one_line
 from leank.shipped import resolve
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
-
-READERS = {  # options that name a file -> the tasks that read it
-    "essays": [
-        name
-        for name, made in TASKS.items()
-        if isinstance(made, Passkey | Text) or getattr(made, "haystack", None) == "essay"
-    ],
-    "data": ["cwe", "prompts", "qa_1", "qa_2"],
-}
 
 
 def rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sample]:
@@ -83,7 +71,13 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line of the module's docstring."""
     args = arguments(argv)
     with ending("data_gen", lambda: f"{args.out} is as it was; again: {again('leank.data_gen')}"):
-        write(rows(args, load_tokenizer(args.tokenizer)), args.out)
+        from transformers import AutoTokenizer  # seconds to import
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(resolve(args.tokenizer))
+        except OSError as error:
+            raise FileNotFoundError(f"tokenizer={args.tokenizer!r}: {error}") from error
+        write(rows(args, tokenizer), args.out)
     print(f"wrote {amount(args.count, 'document')} of {args.task} at {args.length} tokens to {args.out}")
 
 
@@ -109,24 +103,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if not 1 <= args.count <= LONGEST or args.start < 0:
         cure = f"give a count from 1 to {LONGEST} and a start from 0 on"
         sys.exit(f"data_gen: count={args.count}, start={args.start}: {cure}")
-    for name, readers in READERS.items():
-        if getattr(args, name) is not None and args.task not in readers:
-            sys.exit(f"data_gen: {name}={getattr(args, name)!r}: {args.task} reads no such file; leave it out")
     return args
-
-
-def load_tokenizer(given: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer by name or folder; exit with one line if there is none or it is damaged."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(resolve(given))
-    except Exception as error:  # transformers raises many kinds for a damaged folder
-        why = f"{type(error).__name__}: {in_one_line(str(error))[:300]}"
-        sys.exit(
-            f"data_gen: tokenizer={given!r} cannot be loaded ({why}); "
-            "give 'reference', 'reference_mixed', a folder, or a Hugging Face name"
-        )
 
 
 if __name__ == "__main__":

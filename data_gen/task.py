@@ -149,7 +149,7 @@ class Draft(NamedTuple):
 
 
 class Task(Checked, ABC):
-    """A task: `fill` and `draw` define its documents, `build` makes one. Its settings are checked (`leank.typed`).
+    """A task: `fill`, and for RULER's `draw`, define its documents. Its settings are checked (`leank.typed`).
 
     max_new_tokens: room for a reply.
     """
@@ -170,9 +170,12 @@ class Task(Checked, ABC):
     def fill(self, request: Request) -> Draft:
         """Return a document of `request.room` tokens, the longest question with its answer included."""
 
-    @abstractmethod
     def draw(self, request: Request, units: int) -> Draft:
-        """Return a document with so many whole units of filler, by which needles and questions do not change."""
+        """Return a document with so many whole units of filler, by which needles and questions do not change.
+
+        Raises ValueError for a task that is none of RULER's.
+        """
+        raise ValueError(f"task {request.name!r} has no whole units to be sized by, as RULER's; use exact=True")
 
     def step(self, request: Request) -> int:
         """Return the units that RULER takes away at a time from a sample that is too long; 10 where it has no rule."""

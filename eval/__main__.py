@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from leank.cli import again, ending, launch, leave_no_trace, refuse
+from leank.cli import again, ending, launch, leave_no_trace
 from leank.data_gen.amount import amount
 
 log = logging.getLogger("eval")
@@ -28,8 +28,7 @@ def run(config: dict[str, Any], directory: Path) -> int:
     """Check everything, replay what is missing in `directory`, and write the report; returns the new rows' number."""
     from leank.eval.inference.models import load_model
     from leank.eval.report import write_report
-    from leank.eval.rows.result_row import check_rows
-    from leank.eval.rows.results import Results, read
+    from leank.eval.rows import Results, check_rows, read
     from leank.eval.run.build import build_job
     from leank.typed import typed
     from leank.wandb_log import LoggerConfig, make_logger
@@ -41,11 +40,6 @@ def run(config: dict[str, Any], directory: Path) -> int:
         check_rows(read(directory))  # now, not in hours: the report is computed from the old rows, too
         work = job.missing(results.keys)
         log.info("%s there, %s to do, in %s", amount(len(results.keys), "row"), amount(len(work), "batch"), directory)
-        if others := job.others(results.keys):
-            log.info(
-                "%s of other settings, data or weights among them; such rows stay in tables of their own, and this run "
-                "uses none of them", amount(others, "row"),
-            )  # fmt: skip
         new = 0
         if work:
             new = job.run(results, load_model(job.model), tokenizer)
@@ -77,7 +71,7 @@ def main(config: DictConfig) -> None:
 
     def kept() -> str:
         """Say what is saved, and how to go on; Hydra's own files alone are not worth keeping."""
-        from leank.eval.rows.results import GLOB
+        from leank.eval.rows import GLOB
 
         if alone:
             leave_no_trace(directory)
@@ -125,7 +119,6 @@ def command_line() -> None:
         with ending("eval", lambda: f"the rows are as they were; again: {again('leank.eval')}"):
             from_rows(given)
         return
-    refuse(sys.argv[1:], "eval")
     with ending("eval"):
         launch(main, "eval", "; beside settings there are the words report and diff, and --help")
 

@@ -19,8 +19,7 @@ from leank.eval.inference.models import load_model
 from leank.eval.inference.prefill import extend
 from leank.eval.inference.prompts import Prompt
 from leank.eval.run.build import build_methods, build_model, composed, warn_of_spans
-from leank.eval.run.compression import Compression, Warnings
-from leank.eval.run.replay import Replay
+from leank.eval.run.replay import Compression, Replay, Warnings
 
 try:
     from lm_eval.api.instance import Instance
@@ -175,17 +174,14 @@ class CompressedLM(TemplateLM):
         Neighbouring continuations of one context, as in multiple choice, share its prefill.
         """
         scored: list[Scored] = []
-        fitted = [(*self._fitted(context, continuation), pair) for pair, context, continuation in requests]
+        most = self.max_length  # a pair that is too long loses its start, but for one token of context
+        fitted = [(a[-max(1, most + 1 - len(b)) :], b[-most:], pair) for pair, a, b in requests]
         for context, group in groupby(fitted, key=lambda request: request[0]):
             some = list(group)
             for (_, _, pair), result in zip(some, self._score(context, [c for _, c, _ in some]), strict=True):
                 scored.append(result)
                 self.cache_hook.add_partial("loglikelihood", pair, result)
         return scored
-
-    def _fitted(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """Cut the start of a pair that is too long; at least one token of context stays."""
-        return context[-max(1, self.max_length + 1 - len(continuation)) :], continuation[-self.max_length :]
 
     @torch.no_grad()
     def _score(self, context: list[int], continuations: Sequence[list[int]]) -> Iterator[Scored]:

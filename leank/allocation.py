@@ -96,6 +96,32 @@ def blocks(keys: Tensor, align: int) -> tuple[Tensor, Tensor]:
     return order, keys.gather(-2, order[..., None].expand_as(keys)).unflatten(-2, (-1, align)).sum(-2)
 
 
+def channel_scores(pruned: Tensor, empty: Tensor, align: int) -> Tensor:
+    """Score channels for a mask, whose budget is a number of channels: the best ones make the smallest loss.
+
+    A head's first channels count what its whole middle is worth, so that a head is dropped where few channels would
+    keep it from harm. Scores are ranks from 0 to 1: of the loss that a channel's step along its head's hull saves per
+    channel, then of its own loss.
+
+    pruned: loss of each channel that is pruned, [L, H, D]; empty: loss of each head if it drops its middle, [L, H].
+    align: channels of a block; each head keeps whole blocks of channels whose losses are alike.
+
+    Raises ValueError for losses that are not finite.
+    """
+    if not (torch.isfinite(pruned).all() and torch.isfinite(empty).all()):
+        raise ValueError("the losses of channels hold NaN or infinite numbers; calibrate again")
+    losses = pruned.detach().double().cpu()
+    order = losses.argsort(dim=-1, descending=True, stable=True)
+    of_blocks = losses.gather(-1, order).unflatten(-1, (-1, align)).sum(-1)  # [L, H, D / align]
+    rest = of_blocks.flip(-1).cumsum(-1).flip(-1) - of_blocks  # what the blocks after each one are worth together
+    curve = torch.cat([empty.detach().double().cpu()[..., None], rest], -1)  # loss of a head with 0, 1, ... blocks
+    saved = gains(curve, torch.arange(curve.shape[-1], dtype=torch.float64))
+    saved = torch.zeros_like(losses).scatter(-1, order, saved.repeat_interleave(align, -1)).flatten()
+    by_loss = losses.flatten().argsort(dim=0, stable=True)
+    ranks = by_loss[saved[by_loss].argsort(dim=0, stable=True)].argsort()
+    return (ranks / max(1, ranks.numel() - 1)).float().view(losses.shape)
+
+
 def gains(losses: Tensor, costs: Tensor) -> Tensor:
     """Return the loss saved per bit by each next width along the lower convex hull, [..., W - 1], falling.
 

@@ -1,13 +1,11 @@
 """The frozen decoder that a mask is learned for: the shipped reference model, a folder, or a Hugging Face name."""
 
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated
 
 import torch
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,16 +16,13 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from leank.data_gen.amount import amount
 from leank.data_gen.chat import template as chat_template
 from leank.data_gen.chat import template_tokens
 from leank.errors import in_one_line, naming, out_of_memory
-from leank.model_folder import check_folder
 from leank.shape import DecoderShape, check_decoder, kv_shape
-from leank.shipped import NAMED, resolve
-from leank.typed import LARGEST, BadConfig, Checked, OneOf, refuse_unknown, shown
+from leank.shipped import resolve
+from leank.typed import BadConfig, Checked, OneOf, refuse_unknown, shown
 
-MOST_LAYERS = 4096  # no model has more, and transformers would build them for hours
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -96,40 +91,35 @@ def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Name the model in an error of transformers, whose kinds have nothing in common, and say what to do."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, BadConfig) or out_of_memory(error):
+            raise
+        kind = FileNotFoundError if isinstance(error, OSError) else ValueError
+        raise kind(
+            f"model.name={name!r} cannot be loaded ({said_by(error)}). Set model.name to a folder with config.json, "
+            "*.safetensors and the tokenizer files, copied again if they are damaged, or log in to the hub for gated "
+            "weights"
+        ) from error
+
+
 def load_config(name: str, overrides: Mapping[str, object] | None = None) -> PreTrainedConfig:
     """Load the model's config, without weights; name, overrides: see `ModelConfig`.
 
-    Raises FileNotFoundError without one, ValueError for a folder with damaged files, BadConfig for a wrong override.
+    Raises FileNotFoundError without one, ValueError for a damaged one or a wrong override.
     """
-    if name not in NAMED and os.path.isdir(name):
-        with naming(f"model.name={name!r}"):
-            check_folder(Path(name))
     folder = resolve(name)
-    try:
+    with _loading(name):
         config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(_missing(name, error)) from error
-    except Exception as error:  # transformers has checks of its own, whose errors have no kind in common
-        said = f"model.name={name!r} has a config that cannot be read ({said_by(error)})"
-        raise ValueError(f"{said}; copy it again") from error
-    known = [*config.to_dict(), *config.attribute_map]
-    refuse_unknown(overrides or {}, known, "model.overrides.")
-    for key, value in (overrides or {}).items():
-        if key == "rope_parameters":
-            value = _changed_rope(getattr(config, key, None) or {}, value, f"model.overrides.{key}")
-        elif not _same_kind(getattr(config, key), value):
-            raise BadConfig(
-                f"model.overrides.{key}={value!r} is of another type than the model's own {getattr(config, key)!r}"
-            )
-        try:
+        refuse_unknown(overrides or {}, [*config.to_dict(), *config.attribute_map], "model.overrides.")
+        for key, value in (overrides or {}).items():
+            if key == "rope_parameters":
+                value = _changed_rope(getattr(config, key, None) or {}, value, f"model.overrides.{key}")
             setattr(config, key, value)
-        except Exception as error:  # transformers has checks of its own, whose errors have no kind in common
-            raise BadConfig(f"model.overrides.{key}={shown(value)} cannot work: {in_one_line(str(error))}") from error
-    text = config.get_text_config(decoder=True)
-    for key, most in (("num_hidden_layers", MOST_LAYERS), ("max_position_embeddings", LARGEST)):
-        number = getattr(text, key, None)
-        if isinstance(number, int) and not 1 <= number <= most:
-            raise BadConfig(f"model.name={name!r}: {key}={number} of its config is not in 1 to {most}; copy it again")
     return config
 
 
@@ -157,30 +147,16 @@ def _changed_rope(before: Mapping[str, object], given: object, where: str) -> di
     return found
 
 
-def _same_kind(before: object, value: object) -> bool:
-    """Whether a value may replace another one in a model's config; None fits everything."""
-    number = isinstance(before, float) and isinstance(value, int) and not isinstance(value, bool)
-    return before is None or value is None or number or type(before) is type(value)
-
-
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer; raise FileNotFoundError if there is none, ValueError for a damaged one."""
-    folder = resolve(name)
-    try:
-        found = AutoTokenizer.from_pretrained(folder)
+    with _loading(name):
+        found = AutoTokenizer.from_pretrained(resolve(name))
         found("a")  # a wrong model_max_length shows here
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(_missing(name, error)) from error
-    except Exception as error:  # the tokenizers library raises Exception itself
-        said = f"model.name={name!r} has a tokenizer that cannot be read ({said_by(error)})"
-        raise ValueError(f"{said}; copy its files again") from error
     return found
 
 
 def torch_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Return the type of weights that one of `DTYPES` means on a device. Raises ValueError for any other."""
-    if dtype not in DTYPES:
-        raise ValueError(f"model.dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    """Return the type of weights that one of `DTYPES` means on a device."""
     return getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if dtype == "auto" else dtype)
 
 
@@ -194,13 +170,13 @@ def load(
     """Load and freeze a decoder; name, dtype, chat, overrides: see `ModelConfig`.
 
     Raises FileNotFoundError if weights or tokenizer are missing, ValueError for a model that cannot be pruned, or whose
-    files do not hold every weight, or hold weights that are not finite.
+    files do not hold every weight.
     """
     device = torch.device(device)
     kind = torch_dtype(dtype, device)
     config = load_config(name, overrides)
     tokenizer = load_tokenizer(name)
-    model = _weights(name, config, kind, overrides or {})
+    model = _weights(name, config, kind)
     known, rows = tokenizer.vocab_size, len(model.get_input_embeddings().weight)  # type: ignore[arg-type]  # a tensor
     if known > rows:
         raise ValueError(
@@ -210,28 +186,17 @@ def load(
     with naming(f"model.name={name!r} cannot be used"):
         check_decoder(model)
     model.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to without its types
-    _check_numbers(name, model)
     model.eval().requires_grad_(False)
     wrap = tokenizer.chat_template is not None if chat is None else chat
     before, after = chat_template(tokenizer) if wrap else ("", "")
     return Backbone(model, tokenizer, name, before, after)
 
 
-def _weights(
-    name: str, config: PreTrainedConfig, dtype: torch.dtype, overrides: Mapping[str, object]
-) -> PreTrainedModel:
-    try:
+def _weights(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    with _loading(name):
         loaded: object = AutoModelForCausalLM.from_pretrained(
             resolve(name), config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
-    except OSError as error:
-        raise FileNotFoundError(_missing(name, error)) from error
-    except Exception as error:  # of a class of transformers, which may do anything with a value
-        if out_of_memory(error):
-            raise
-        if overrides:
-            raise BadConfig(f"model.overrides={shown(dict(overrides))} cannot work: {said_by(error)}") from error
-        raise ValueError(f"model.name={name!r} cannot be loaded ({said_by(error)}); copy its files again") from error
     assert isinstance(loaded, tuple)  # transformers types it as the model alone
     model, report = loaded
     made_up = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
@@ -241,32 +206,3 @@ def _weights(
             f"{min(made_up)}; copy the folder again, or leave out the model.overrides that change its shape"
         )
     return model
-
-
-def _check_numbers(name: str, model: PreTrainedModel) -> None:
-    """Raise ValueError, naming tensors, for weights with NaN or infinity, with which every loss and reply is NaN."""
-    if broken := not_finite(model.named_parameters()):
-        small = ", or set model.dtype=bfloat16, as float16 ends at 65504" if model.dtype == torch.float16 else ""
-        raise ValueError(
-            f"model.name={name!r} has NaN or infinite numbers in {amount(len(broken), 'tensor')}, such as "
-            f"{', '.join(broken[:3])}; copy its files again or take another checkpoint{small}"
-        )
-
-
-def _missing(name: str, error: Exception) -> str:
-    where = "the folder does not hold a complete model" if os.path.isdir(name) else "no such folder, and no hub copy"
-    short = str(error).splitlines()[0][:200]
-    return (
-        f"model.name={name!r} cannot be loaded ({where}: {short}). Put config.json, *.safetensors and the tokenizer "
-        f"files in a folder and set model.name=/path/to/{Path(name).name}, or log in to the hub for gated weights"
-    )
-
-
-def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of the (name, tensor) pairs whose tensors hold NaN or infinity, in order.
-
-    Each tensor is read once where it lies, for its smallest and its largest number, which are NaN if any number is.
-    No copy is made. Types of one byte, which few operations take, are passed over.
-    """
-    read = [(n, x.detach()) for n, x in tensors if x.is_floating_point() and x.element_size() > 1 and x.numel()]
-    return [name for name, x in read if not torch.stack(torch.aminmax(x)).isfinite().all()]

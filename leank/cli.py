@@ -1,4 +1,4 @@
-"""What all commands share: how Hydra is called, which command lines are refused, and how a command ends.
+"""What all commands share: how Hydra is called, and how a command ends.
 
 What stops a command is one line on standard error: a setting, a file, a signal, a machine without room. A run that is
 refused leaves no folder.
@@ -14,66 +14,24 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
-from importlib.resources import files
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from hydra.core.config_store import ConfigStore
-from hydra.core.object_type import ObjectType
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from leank.errors import in_one_line, out_of_memory
 
-COMMANDS = {"train": "leank_train", "eval": "leank.eval"}  # folder of leank.conf -> module of the command
-CONF = Path(str(files("leank.conf")))
 FULL = "HYDRA_FULL_ERROR"  # makes Hydra raise its errors; without it Hydra prints several lines and exits
 ADVICE = re.compile("Config search path|See https://|To append to your config")  # of Hydra, on its own terms
-SHOWING = {"-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info"}  # options that start nothing
-
-
-# command lines that cannot be meant
-
-
-def refuse(arguments: list[str], own: str) -> None:
-    """Exit with one line for arguments that Hydra would take, and that cannot be meant; own: "train" or "eval".
-
-    These are an experiment of the other command, a sweep over experiments, whose runs would share a folder, and jobs of
-    Slurm where there is no sweep or no Slurm.
-    """
-    (other,) = COMMANDS.keys() - {own}
-    name = COMMANDS[own].removeprefix("leank.")
-    sweep = bool({"-m", "--multirun"} & {*arguments})
-    for argument in arguments:
-        key, _, value = argument.lstrip("+").partition("=")
-        if key == "experiment":
-            for one in value.strip("[]").split(","):
-                homes = [root for root in COMMANDS if (CONF / root / f"experiment/{one}.yaml").is_file()]
-                if homes == [other]:
-                    command = f"python -m {COMMANDS[other]} +experiment={one}"
-                    sys.exit(f"{name}: experiment={one} belongs to another command: {command}")
-            if sweep and "," in value and not value.startswith("["):
-                cure = "a sweep has one experiment; start one for each, with its own hydra.sweep.dir"
-                sys.exit(f"{name}: {argument}: {cure}")
-        elif key == "hydra/launcher" and "slurm" in value and not SHOWING & {*arguments}:
-            if shutil.which("srun") is None:
-                cure = "needs Slurm, which this machine does not have; start the command on a login node"
-                sys.exit(f"{name}: {argument} {cure}, or leave the launcher out to run here")
-            if not sweep:
-                sys.exit(f"{name}: {argument} makes a job of each member of a sweep; add -m")
-
-
-# Hydra
 
 
 def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
     """Call a `hydra.main`; a refusal begins with `command`, as the user calls it, and ends with `hint`.
 
-    Raises SystemExit with one line for a command line that Hydra cannot read or compose.
+    Raises SystemExit with one line, Hydra's own words, for a command line that it cannot read or compose.
     """
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.WARNING)  # tells of its cache at every exit
     logging.raiseExceptions = False  # or each line that no longer fits into a log on a full disk prints a traceback
@@ -84,51 +42,10 @@ def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         if asked:
             raise
-        sys.exit(f"{command}: {refusal(error)}{hint}")
+        sys.exit(f"{command}: {in_one_line(ADVICE.split(str(error))[0]).removesuffix('.')}{hint}")
     finally:
         if not asked:
             os.environ.pop(FULL, None)
-
-
-def refusal(error: Exception) -> str:
-    """Say in one line what is wrong with a command line or a configuration file, and what may be meant."""
-    if isinstance(error, OverrideParseException):
-        return (
-            f"{error.override!r} cannot be read; a value with blanks, signs or other letters needs quotes of its own, "
-            "such as 'name=\"a b\"'"
-        )
-    said = in_one_line(ADVICE.split(str(error))[0]).removesuffix(".")
-    if said.startswith("Config group override must be"):  # Hydra names neither the group nor its value
-        given = [one for one in sys.argv[1:] if _options(one.lstrip("+").partition("=")[0])]
-        said = f"{' '.join(given)}: a group takes the name of a file ({said})"
-    if isinstance(error.__cause__, ValidationError):
-        said += f": {str(error.__cause__).splitlines()[0]}"
-    if near := _meant(error):
-        return f"{said} (did you mean {near}?)"
-    cause = error.__cause__
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and "." in str(lacking := cause.full_key):
-        return f"{said}: there is no {lacking}; +{lacking}=VALUE adds one"
-    return said
-
-
-def _meant(error: Exception) -> str | None:
-    """Return the name that comes nearest to one that Hydra does not find, of a setting or of a file in a group."""
-    cause = error.__cause__
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, wrong = error.missing_cfg_file.rpartition("/")
-        known = [str(option) for option in error.options or ()] or _options(group)
-    elif isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
-        wrong, known = str(cause.key), [str(key) for key in cause.parent_node if key != "hydra"]
-    else:
-        return None
-    return None if wrong in known else next(iter(get_close_matches(wrong, known, 1)), None)
-
-
-def _options(group: str) -> list[str]:
-    names = [file.name for root in ("train", "eval", "shared") for file in (CONF / root / group).glob("*.yaml")]
-    store = ConfigStore.instance()  # of what is no file of its own, such as methods
-    names += store.list(group) if store.get_type(group) == ObjectType.GROUP else []
-    return [name.removesuffix(".yaml") for name in names]
 
 
 def leave_no_trace(folder: Path) -> None:
@@ -143,9 +60,6 @@ def leave_no_trace(folder: Path) -> None:
         if above == here or not above.is_relative_to(here) or any(above.iterdir()):
             return
         above.rmdir()
-
-
-# how a command ends
 
 
 class Terminated(KeyboardInterrupt):

@@ -16,11 +16,12 @@ def in_one_line(text: str) -> str:
 
 @contextmanager
 def naming(what: object) -> Iterator[None]:
-    """Put `what`, such as a setting, before what a ValueError says."""
+    """Put `what`, such as a setting, before what a ValueError or a FileNotFoundError says."""
     try:
         yield
-    except ValueError as error:
-        raise ValueError(f"{what}: {error}") from error
+    except (ValueError, FileNotFoundError) as error:
+        kind = ValueError if isinstance(error, ValueError) else FileNotFoundError
+        raise kind(f"{what}: {error}") from error
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -170,7 +170,9 @@ class ChannelMask:
 
         Raises ValueError that names the setting at fault, such as a ratio that no scores can meet (`check_ratio`).
         """
-        _check_scores(alpha)
+        if alpha.dim() != 3 or alpha.numel() == 0:
+            raise ValueError(f"alpha has the shape {list(alpha.shape)}; give scores [layers, kv_heads, head_dim]")
+        refuse_not_finite(alpha, "training diverged: lower the learning rate")
         check_ratio(alpha.shape, ratio, align, rounding)
         ratio, align = float(ratio), int(align)  # JSON has none of numpy's types
         scores = alpha.detach().double().cpu()
@@ -195,9 +197,7 @@ class ChannelMask:
             values = read_checkpoint(path, "copy it again")
         except DamagedFile as error:
             raise ValueError(f"mask={error}") from error
-        plain = isinstance(values, Tensor) and values.layout == torch.strided and not values.is_meta
-        plain = plain and not values.is_quantized and not values.is_nested and values.is_contiguous() and values.numel()
-        if not plain or values.dim() != 3 or not ((values == 0) | (values == 1)).all():
+        if not isinstance(values, Tensor) or values.dim() != 3 or not ((values == 0) | (values == 1)).all():
             raise ValueError(f"mask={path} must hold one tensor [layers, kv_heads, head_dim] of zeros and ones")
         return cls(values.bool(), {"source": Path(path).name})._doubted(path)
 
@@ -399,9 +399,3 @@ def refuse_not_finite(alpha: Tensor, cure: str, where: str = "alpha") -> None:
         layer, head = heads[0]
         some = f"{len(heads)} of {amount(alpha[..., 0].numel(), 'KV head')}, such as layer {layer}, head {head}"
         raise ValueError(f"{where} holds NaN or infinite scores in {some}; {cure}")
-
-
-def _check_scores(alpha: Tensor) -> None:
-    if alpha.dim() != 3 or alpha.numel() == 0:
-        raise ValueError(f"alpha has the shape {list(alpha.shape)}; give scores [layers, kv_heads, head_dim]")
-    refuse_not_finite(alpha, "training diverged: lower the learning rate")

@@ -73,7 +73,7 @@ def check_config(config: PreTrainedConfig) -> DecoderShape:
         raise ValueError(
             f"model={config.model_type} takes more than text; load its language model ({text.model_type}) alone"
         )
-    if not has_rope(config):
+    if getattr(config, "rope_parameters", None) is None and getattr(config, "rope_theta", None) is None:
         raise ValueError(
             f"model={config.model_type} has no rotary positions (RoPE); choose a RoPE decoder such as Llama"
         )
@@ -100,11 +100,6 @@ def sliding_window(config: PreTrainedConfig) -> int | None:
     """Return how many tokens the layers with a sliding window see; None if there are none."""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     return getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
-
-
-def has_rope(config: PreTrainedConfig) -> bool:
-    """Whether a model of this config has rotary positions."""
-    return getattr(config, "rope_parameters", None) is not None or getattr(config, "rope_theta", None) is not None
 
 
 def architecture(config: PreTrainedConfig) -> str:

@@ -17,14 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from leank.files import name_of
 from leank.mask import ChannelMask, mask_file
-from leank.typed import BadConfig, Checked, OneOf, shown
+from leank.typed import Checked, OneOf
 
 if TYPE_CHECKING:  # W&B and Lightning take seconds to import
     import wandb
     from lightning.pytorch.loggers import Logger, WandbLogger
-
-
-NOT_IN_A_PROJECT = "/\\#?%:"  # characters
 
 
 @dataclass(frozen=True)
@@ -45,16 +42,6 @@ class LoggerConfig(Checked):
     entity: str | None = None
     tags: Sequence[str] | None = None
     notes: str | None = None
-
-    def __post_init__(self) -> None:
-        """Raise BadConfig for what W&B would refuse, which it does as late as a run's end."""
-        super().__post_init__()
-        if not 1 <= len(self.project) <= 128 or {*NOT_IN_A_PROJECT} & {*self.project}:
-            known = " ".join(NOT_IN_A_PROJECT)
-            raise BadConfig(f"project={shown(self.project)} must have 1 to 128 characters, and none of {known}")
-        for tag in self.tags or ():
-            if not 1 <= len(tag) <= 64:
-                raise BadConfig(f"tags={shown(tag)} must have 1 to 64 characters each")
 
 
 def make_logger(config: LoggerConfig, folder: Path, job_type: str | None = None) -> WandbLogger | None:

@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from leank.cli import again, ending, launch, leave_no_trace, refuse
+from leank.cli import again, ending, launch, leave_no_trace
 
 CONF = str(files("leank.conf.train"))
 COMMANDS = ("doctor", "share")  # modules, beside the training that Hydra starts
@@ -97,11 +97,10 @@ def fitted(given: DictConfig, named: Sequence[str], experiment: bool) -> tuple[D
 
 
 def command_line() -> None:
-    """Run a command that the first argument names, else Hydra's command line; say why arguments cannot be meant."""
+    """Run a command that the first argument names, else Hydra's command line."""
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:
         import_module(f"leank_train.{sys.argv[1]}").main(sys.argv[2:])
         return
-    refuse(sys.argv[1:], "train")
     with ending("leank_train"):
         launch(main, "leank_train", "; python -m leank_train --help shows what there is")
 

@@ -22,6 +22,7 @@ from leank.errors import in_one_line
 from leank.eval.cache import compressed_cache
 from leank.eval.cache.attention.backend import why_not_shape
 from leank.eval.cache.attention.softmax import Softmax
+from leank.eval.cache.storage.middle import LONG_HEAD_DIMS
 from leank.eval.methods import build_method
 from leank.eval.methods.memory import dense_bytes, method_bytes
 from leank.eval.report.tables import size
@@ -81,9 +82,18 @@ def answers(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
             if question == "cache":
                 return
     shape = kv_shape(config)
-    reason = why_not_shape(shape.head_dim, config.num_attention_heads // shape.kv_heads)
-    yield "GPU kernel", "yes" if reason is None else f"no, plain PyTorch gives the same replies: {reason}"
+    yield "GPU kernel", _kernel(shape.head_dim, config.num_attention_heads // shape.kv_heads)
     yield "vLLM", "; ".join(_unserved(config)) or "yes, on one GPU or a CPU (leank-serve --help)"
+
+
+def _kernel(head_dim: int, group: int) -> str:
+    """Return whether the decode kernel reads heads of a shape, in 16 bits and otherwise, and why not."""
+    never, by_itself = (why_not_shape(head_dim, group, insist, LONG_HEAD_DIMS) for insist in (True, False))
+    if never is not None:
+        return f"no, plain PyTorch gives the same replies: {never}"
+    said = "yes" if by_itself is None else f"if you ask for it: {by_itself}"
+    others = why_not_shape(head_dim, group, True)
+    return said if others is None else f"{said}; over fewer bits or chosen tokens plain PyTorch alone: {others}"
 
 
 def _unserved(config: PreTrainedConfig) -> Iterator[str]:

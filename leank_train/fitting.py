@@ -17,8 +17,7 @@ from torch import Tensor
 
 from leank.backbone import Backbone
 from leank.errors import out_of_memory
-from leank.mask import refuse_not_finite
-from leank.tensor_files import DamagedFile, read_checkpoint, write_checkpoint
+from leank.tensor_files import read_checkpoint, write_checkpoint
 from leank.typed import BadConfig
 from leank_train.data import HELD_OUT, Batch, RetrievalData, collate
 from leank_train.forward.branching import prefill
@@ -163,13 +162,7 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
         cure = f"remove it, and the stage goes on from {last.name}"
         state = read_checkpoint(done, cure)
         check_origin(state, of, done, cure)
-        try:
-            if state["alpha"].shape != stage.result.shape:
-                raise ValueError(f"scores of the shape {list(state['alpha'].shape)}")
-            recorder.load_state_dict(state["record"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DamagedFile(done, f"it holds what no stage leaves ({error!r})", cure) from error
-        refuse_not_finite(state["alpha"], cure, str(done))
+        recorder.load_state_dict(state["record"])
         stage.result.data.copy_(state["alpha"])
         return recorder
     if stage.config.steps:
@@ -216,7 +209,7 @@ def stage_trainer(
         max_epochs=-1,
         logger=logger or False,
         default_root_dir=str(current.out),
-        plugins=[AtomicCheckpointIO([name, current.fingerprint], stage.alpha.shape)],
+        plugins=[AtomicCheckpointIO([name, current.fingerprint])],
         callbacks=[
             recorder,
             StageProgress(name),

@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,7 +26,6 @@ from leank.eval.cache.attention.softmax import Softmax
 from leank.head import LOGITS_AT_ONCE, Head
 from leank.mask import ChannelMask
 from leank.precision import GROUP, KEY_BITS, VALUE_BITS, WHOLE, value_group
-from leank.shape import architecture
 from leank_train.data import HELD_OUT, Batch, collate
 from leank_train.forward.branching import Branch, Prefix, answer_positions
 from leank_train.forward.fused import fused_attention
@@ -307,13 +305,8 @@ def _towards_labels(head: Head, hidden: Tensor, generator: torch.Generator) -> T
 
 def layouts(current: Run, backbone: Backbone, losses: Losses, means: Tensor | None) -> list[ChannelMask]:
     """Return the mask of each budget, with its layout and what a run's masks tell of their origin."""
-    config, pruning = current.config, current.config.pruning
-    metadata = {
-        "model": config.model.name, "architecture": architecture(backbone.model.config),
-        "config": current.fingerprint, "sink": pruning.sink, "window": pruning.window, "seed": config.seed,
-        "lengths": [config.data.min_length, config.data.max_length], "alignment": pruning.align,
-        "versions": {"torch": torch.__version__, "lightning": L.__version__},
-    }  # fmt: skip
+    pruning = current.config.pruning
+    metadata = {**current.origin(backbone), "alignment": pruning.align}
     found = allocate(*losses, pruning.budgets, pruning.align)
     return [
         ChannelMask(layout.keep, {**metadata, "bytes": budget}, means, layout)

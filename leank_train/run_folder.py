@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import lightning as L
+import torch
 from omegaconf import OmegaConf
 
+from leank.backbone import Backbone
 from leank.data_gen.haystack import known_by
 from leank.data_gen.reading import digest, read_bytes
-from leank.files import Lock, remove_partial, write_json, write_text
-from leank.model_folder import folder_digest
+from leank.files import Lock, folder_digest, remove_partial, write_json, write_text
+from leank.shape import architecture
 from leank.shipped import NAMED
 from leank.typed import BadConfig
 from leank_train.running import parallel
@@ -32,6 +35,16 @@ class Run:
     out: Path  # the run directory
     first: bool  # whether this is the first of the run's processes, which alone writes results
     alone: bool  # whether it is the only one
+
+    def origin(self, backbone: Backbone) -> dict[str, object]:
+        """Return what the run's masks tell of their origin."""
+        config, pruning, data = self.config, self.config.pruning, self.config.data
+        return {
+            "model": config.model.name, "architecture": architecture(backbone.model.config),
+            "config": self.fingerprint, "sink": pruning.sink, "window": pruning.window, "seed": config.seed,
+            "lengths": [data.min_length, data.max_length],
+            "versions": {"torch": torch.__version__, "lightning": L.__version__},
+        }  # fmt: skip
 
 
 @contextmanager

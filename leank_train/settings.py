@@ -20,6 +20,7 @@ from leank.allocation import check_align
 from leank.backbone import Backbone, ModelConfig
 from leank.data_gen import haystack
 from leank.data_gen.tasks import Mixture, prompts, task
+from leank.errors import naming
 from leank.rotary import layer_ropes
 from leank.shape import check_config, sliding_window
 from leank.typed import BadConfig, Checked, Count, Positive, Samples, Seed, Share, typed
@@ -134,11 +135,12 @@ class RunConfig(Checked):
             f"stage1.l1={self.stage1.l1!r} and stage1.reduction={self.stage1.reduction!r} with stage1.lam='auto': the "
             "limits of a steered lambda fit means; set stage1.l1=mean and stage1.reduction=official, or give a number",
         )
-        need(
-            self.stage1.steps + self.stage2.steps > 0 or pruning.bytes is not None,
-            "stage1.steps=0 and stage2.steps=0: nothing would be learned; give one of them steps above 0",
-        )
         apart = self.trainer.shard_weights or self.trainer.sequence_parallel > 1
+        need(
+            self.stage1.steps + self.stage2.steps > 0 or not apart,
+            "stage1.steps=0 and stage2.steps=0 take the closed form's mask, for which one process has to read whole "
+            "documents with all weights; give steps, or leave out trainer.shard_weights and trainer.sequence_parallel",
+        )
         need(
             pruning.compensation == "none" or not apart,
             f"pruning.compensation={pruning.compensation}: one process has to read whole documents with all weights to "
@@ -200,18 +202,13 @@ def check(given: DictConfig | Mapping[str, object]) -> RunConfig:
     data, validation = config.data, config.validation
     for where, names in (("data", data.tasks), ("validation", (validation.tasks or []) if validation.samples else [])):
         for name in names:
-            try:
+            with naming(f"{where}.tasks"):
                 task(name)
-            except ValueError as error:
-                raise BadConfig(f"{where}.tasks: {error}") from None
     if data.essays is not None:
         haystack.sentences(data.essays, "train")
     if data.text is not None:
-        try:
+        with naming("data.text"):
             haystack.sentences(data.text, "train")
-        except (FileNotFoundError, ValueError) as error:
-            said = str(error).replace("essays=", "data.text=", 1).removesuffix(" or split='all'")
-            raise type(error)(said) from None
     if data.prompts is not None:
         prompts.read(data.prompts)
     longest = {"data.max_length": data.max_length}
@@ -226,10 +223,8 @@ def check_model(config: RunConfig, longest: dict[str, int]) -> None:
     name = config.model.name
     model = backbones.load_config(name, config.model.overrides)
     kind = f"model.name={name} ({model.model_type})"
-    try:
+    with naming(f"model.name={name}"):
         dim, align = check_config(model).head_dim, config.pruning.align
-    except ValueError as error:
-        raise BadConfig(f"model.name={name}: {error}") from None
     if config.pruning.bytes is not None:
         try:
             check_align(dim, align)

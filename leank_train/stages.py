@@ -257,7 +257,7 @@ class Stage1(Stage):
 
     def finish(self) -> None:
         """For nested ratios, score a channel by its mean over the stage, which tells in what order they fell."""
-        if self.pruning.nested:
+        if self.pruning.nested and self.config.steps:
             with torch.no_grad():
                 self.alpha.copy_(self.path / self.config.steps)
 
@@ -269,25 +269,13 @@ class Stage1(Stage):
 
     def optimizer_step(self, *given: Any, **more: Any) -> None:
         """Make a step of alpha, then steer lambda; it depends on alpha alone, so all ranks get the same."""
-        step, before = self.trainer.global_step + 1, self.kept()
+        step, before = self.trainer.global_step + 1, self.alpha.detach().mean()
         super().optimizer_step(*given, **more)
-        self.trace()
-        if isinstance(self.lam, Tensor):
-            steering.steer(self.lam, before, self.kept(), step, self.config.steps, self.to_give_up)
-
-    def kept(self) -> Tensor:
-        """Return the share that is steered, from 1 to 1 - `to_give_up`: the mean score."""
-        return self.alpha.detach().mean()
-
-    @property
-    def to_give_up(self) -> float:
-        """The share that steering gives up until the end: the highest pruning ratio."""
-        return self.pruning.highest
-
-    def trace(self) -> None:
-        """Take down where the scores are, after a step."""
         if self.pruning.nested:
             self.path += self.alpha.detach()
+        if isinstance(self.lam, Tensor):
+            after = self.alpha.detach().mean()
+            steering.steer(self.lam, before, after, step, self.config.steps, self.pruning.highest)
 
 
 class Stage2(Stage):

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypedDict
 
@@ -12,14 +13,15 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from leank import backbone as backbones
+from leank.allocation import channel_scores
 from leank.backbone import Backbone
 from leank.data_gen import haystack
 from leank.data_gen.tokens import TokenCounter
+from leank.errors import naming
 from leank.files import write_json
 from leank.mask import ChannelMask, check_ratio
 from leank.precision import VALUE_BITS, Precision
 from leank.rotary import rotary_pairs
-from leank.shape import architecture
 from leank.tensor_files import write_tensors
 from leank.wandb_log import log_results, make_logger
 from leank_train.data import collate
@@ -47,7 +49,7 @@ class Metrics(TypedDict, total=False):
     empty_heads: int  # empty_heads, heads: KV heads without kept channels, and all KV heads
     heads: int
     alpha_mean: float
-    separation: dict[str, float]  # how far stage 1 has driven the scores apart (`Separation.metrics`)
+    separation: dict[str, float]  # how far stage 1 has driven the scores apart (`Separation`)
     distillation: dict[str, float]  # stage -> distillation loss of its last step
     heldout: dict[str, dict[str, float]]  # stage -> "step" and "loss" of its best look, and where it "ended"
     verdict: dict[str, object]  # KL to dense of the mask and of its rivals, and doubts (`verdict`)
@@ -90,7 +92,12 @@ def train(current: Run, signals: Signals) -> Metrics:
     means = calibrate(config, backbone) if config.pruning.compensation == "mean" else None
     if config.pruning.bytes is not None:
         return train_layouts(current, backbone, means, logger, signals, started)
-    stage1 = Stage1(backbone, config.stage1, config.pruning, parallel=config.trainer, mean_keys=means)
+    scores = None
+    if not config.stage1.steps + config.stage2.steps:
+        with memory_advice("in the closed form", "data.max_length"):
+            losses = closed_form(config, backbone, means)
+        scores = channel_scores(losses.keys[..., 0], losses.empty, config.pruning.align)
+    stage1 = Stage1(backbone, config.stage1, config.pruning, scores, config.trainer, means)
     record1 = fit(current, stage1, "stage1", logger, signals)
     stage2 = Stage2(backbone, config.stage2, config.pruning, stage1.alpha, config.trainer, means)
     record2 = fit(current, stage2, "stage2", logger, signals)
@@ -175,18 +182,13 @@ def check_inputs(config: RunConfig, backbone: Backbone) -> None:
     first = config.mixture(backbone, per_length=config.data.documents)
     documents = []
     for name in (name for name, share in config.data.tasks.items() if share):
-        try:
+        with naming(f"data.min_length or data.tasks.{name}"):
             documents.append(first.build(name, config.data.min_length, 0))
-        except ValueError as error:
-            raise ValueError(f"data.min_length or data.tasks.{name}: {error}") from error
     for together in [documents] if config.data.documents > 1 else [[d] for d in documents]:
         collate(backbone, together)
     if config.validation.heldout:
-        try:
+        with naming("data.min_length, for the text of the verdict, which validation.heldout=0 skips"):
             mixtures(config, backbone)[TEXT].build("text", config.data.min_length, 0)
-        except ValueError as error:
-            where = "data.min_length, for the text of the verdict, which validation.heldout=0 skips"
-            raise ValueError(f"{where}: {error}") from error
     check_samples_fit(config, backbone)
     pruning = config.pruning
     if pruning.bytes is not None:
@@ -217,12 +219,7 @@ def save_masks(
     Returns those that the verdict compares, by name: `MASK`, the mask of the run, `STAGE1`, and other ratios.
     """
     config, pruning, out = current.config, current.config.pruning, current.out
-    metadata = {
-        "model": config.model.name, "architecture": architecture(backbone.model.config),
-        "config": current.fingerprint, "sink": pruning.sink, "window": pruning.window, "seed": config.seed,
-        "lengths": [config.data.min_length, config.data.max_length],
-        "versions": {"torch": torch.__version__, "lightning": L.__version__},
-    }  # fmt: skip
+    metadata = current.origin(backbone)
 
     def cut(scores: Tensor, ratio: float, align: int) -> ChannelMask:
         return ChannelMask.from_scores(scores, ratio, align, pruning.rounding, metadata).with_means(means)
@@ -304,7 +301,7 @@ def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, re
     return {
         **counted(mask),
         "alpha_mean": float(alpha.mean()),
-        "separation": separation.metrics,
+        "separation": asdict(separation),
         "distillation": {name: r.steps[-1]["distillation"] for name, r in records.items() if r.steps},
         **({"heldout": heldout} if heldout else {}),
         "seconds": {"training": round(sum(r.seconds for r in records.values()), 1)},  # those before a stop included

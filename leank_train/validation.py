@@ -13,15 +13,16 @@ import pandas as pd
 
 from leank.backbone import Backbone
 from leank.data_gen.tasks import RULER_NIAH
+from leank.errors import naming
 from leank.eval.benchmarks.ruler import Ruler
 from leank.eval.inference.models import ModelConfig
 from leank.eval.inference.prompts import overhead
 from leank.eval.methods import Method, build_method
 from leank.eval.methods.channels.static_norm import StaticNorm
 from leank.eval.report.summary import summarise
-from leank.eval.rows.results import Collected
+from leank.eval.rows import Collected
 from leank.eval.run.job import Job
-from leank.eval.run.settings import Settings
+from leank.eval.run.replay import Settings
 from leank.files import write_text
 from leank.mask import ChannelMask
 from leank.precision import GROUP
@@ -96,11 +97,7 @@ def check_samples_fit(config: RunConfig, backbone: Backbone) -> None:
     if not settings.samples:
         return
     model = backbone.model.config.get_text_config(decoder=True)
-    try:
+    with naming("data.max_length, which bounds the validation's calibration"):
         StaticNorm(length=config.data.max_length, seed=config.seed).check(model, tokenizer)
-    except ValueError as error:
-        raise ValueError(f"data.max_length, which bounds the validation's calibration: {error}") from error
-    try:
+    with naming("validation.tasks or validation.lengths"):
         benchmark(config).check(model, tokenizer, overhead(tokenizer, config.model.chat), settings.max_new_tokens)
-    except ValueError as error:
-        raise ValueError(f"validation.tasks or validation.lengths: {error}") from error

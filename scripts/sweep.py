@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from leank.eval.report.groups import flat
 from leank.eval.report.summary import summarise
-from leank.eval.rows.results import GLOB, read
+from leank.eval.rows import GLOB, read
 from leank.files import name_of, write_text
 from leank_train.settings import NOT_IN_HASH, plain
 

@@ -83,3 +83,13 @@ def model_folder(tmp_path_factory) -> Path:
     from tests.helpers.tiny_run import save_model  # brings Hydra, which most tests do without
 
     return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def captures(monkeypatch) -> list[int]:
+    """An item for every step that a decoding loop captures."""
+    from leank.eval.cache.graph import DecodeLoop  # brings the cache, which most tests do without
+
+    found, capture = [], DecodeLoop.capture
+    monkeypatch.setattr(DecodeLoop, "capture", lambda loop: (found.append(1), capture(loop)))
+    return found

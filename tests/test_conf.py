@@ -12,7 +12,6 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config
 
 from leank import backbone
-from leank.cli import refuse
 from leank.eval.__main__ import refuse_repeated
 from leank_train import settings
 from tests import ROOT
@@ -133,18 +132,6 @@ def test_help_is_quick_and_shows_what_the_command_takes(root, tmp_path):
     modules = {line.rsplit("|", 1)[1].strip() for line in imported.splitlines() if line.startswith("import time:")}
     assert not modules & {"torch", "transformers", "lightning", "matplotlib"}
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("root", COMMANDS)
-def test_an_experiment_of_the_other_command_says_whose_it_is(root):
-    (other,) = COMMANDS.keys() - {root}
-    mine, others = (EXPERIMENTS, OF_EVAL) if root == "train" else (OF_EVAL, EXPERIMENTS)
-    for name in others:
-        for argument in (f"+experiment={name}", f"experiment={name}", f"+experiment=[{mine[0]},{name}]"):
-            with pytest.raises(SystemExit, match=rf"belongs to another .* {COMMANDS[other]} \+experiment={name}$"):
-                refuse(["seed=1", argument], root)
-    for name in (*mine, "no_such"):
-        refuse([f"+experiment={name}"], root)
 
 
 def test_a_method_named_twice_is_refused():

@@ -24,7 +24,7 @@ from leank.eval.benchmarks.base import benchmarks
 from leank.eval.inference.models import ModelConfig
 from leank.eval.methods import CACHE_SETTINGS, REGISTRY, Method, choice_class
 from leank.eval.run.build import build_job
-from leank.eval.run.settings import Settings
+from leank.eval.run.replay import Settings
 from leank.shipped import resolve
 from leank.typed import Checked, OneOf, typed
 from leank.wandb_log import LoggerConfig

@@ -16,7 +16,10 @@ solution.
 
 import random
 from dataclasses import dataclass, field
+from importlib.resources import files
 from itertools import product
+
+import yaml
 
 from leank.data_gen.amount import amount
 from leank.data_gen.tokens import TokenCounter
@@ -210,16 +213,15 @@ def solve_for(graph: Graph, given: Quantity, rng: random.Random) -> Quantity | N
 class Template:
     """The words of a template."""
 
-    kinds: tuple[str, str]  # first and second words of a kind, each separated by commas; a blank joins them
-    places: tuple[str, str]  # first and second parts of a place, each separated by commas; nothing joins them
+    kinds: tuple[list[str], list[str]]  # first and second words of a kind; a blank joins them
+    places: tuple[list[str], list[str]]  # first and second parts of a place; nothing joins them
     average: str  # average, total, grand: how a quantity of that form is called, with {kind} and {place}
     total: str
     grand: str
 
     def names(self) -> tuple[list[str], list[str]]:
         """Return all kinds and all places."""
-        kinds = [f"{a} {b}" for a, b in product(self.kinds[0].split(","), self.kinds[1].split(","))]
-        return kinds, [a + b for a, b in product(self.places[0].split(","), self.places[1].split(","))]
+        return [f"{a} {b}" for a, b in product(*self.kinds)], [a + b for a, b in product(*self.places)]
 
     def name(self, q: Quantity) -> str:
         """Return what a quantity is called inside a sentence."""
@@ -248,34 +250,11 @@ class Template:
 
 
 _TEMPLATES = {
-    "crazy_zootopia": Template(
-        ("adult", "lynx,badger,otter,ibis,gecko,heron,tortoise,lemur,beaver,moose,hare,seal,whale,swan,goose,duck,frog,"
-         "toad,newt,snake,lizard,camel,goat,sheep,horse,pony,mouse,bat,mole,hedgehog,shark,trout,salmon,crab,spider,"
-         "beetle,ant,moth,falcon,stork"),
-        ("Amber,Birch,Cobalt,Dawn,Ember,Fern,Garnet,Hazel,Indigo,Juniper,Kestrel,Lark",
-         " Hollow, Ridge, Marsh, Grove, Bay, Meadow, Canyon, Reserve"),
-        "the average number of newborn children per {kind} in {place}", "the total number of adult animals in {place}",
-        "the total number of newborn animal children in {place}",
-    ),
-    "teachers_in_school": Template(
-        ("evening,weekend,bilingual,rural,coastal,charter,northern,southern,technical,preparatory",
-         "drama school,nursing school,trade school,primary school,music school,sailing school,law school,"
-         "farming school,language school,art school"),
-        ("Alder,Brook,Cedar,Dover,Elm,Fairview,Glen,Harbor,Iron,Jasper,Kings,Lime",
-         "ton,field,ford,haven,gate,mount,stead,wick"),
-        "the average number of teachers per {kind} in {place}", "the total number of schools in {place}",
-        "the total number of teachers from all schools in {place}",
-    ),
-    "movie_festival_awards": Template(
-        ("silent,animated,black-and-white,epic,low-budget,musical,wordless,historical,experimental,seaside",
-         "heist movie,ghost story,courtroom drama,sports movie,road comedy,spy thriller,family saga,war drama,"
-         "nature film,space opera"),
-        ("Silver,Lantern,Harvest,Winter,Harbour,Mosaic,Comet,Orchard,Velvet,Copper,Monsoon,Prairie",
-         " Reel Festival, Screen Days, Film Week, Cinema Fair, Picture Gala, Short Cuts, Premieres, Biennale"),
-        "the average number of nominations per {kind} in {place}", "the total number of movies in {place}",
-        "the total number of movie nominations from all movies in {place}",
-    ),
-}  # fmt: skip
+    name: Template(**words)
+    for name, words in yaml.safe_load(
+        files("leank.data_gen").joinpath("assets", "gsm_templates.yaml").read_text(encoding="utf-8")
+    ).items()
+}
 TEMPLATES = tuple(_TEMPLATES)
 
 

@@ -113,19 +113,11 @@ def join(items: list[str]) -> str:
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + ", and " + items[-1]
 
 
-def _word(rng: random.Random) -> str:
-    return f"{rng.choice(haystack.words('adjectives'))}-{rng.choice(haystack.words('nouns'))}"
-
-
-def _number(rng: random.Random) -> str:
-    return str(rng.randint(1_000_000, 9_999_999))
-
-
-def _uuid(rng: random.Random) -> str:
-    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
-
-
-_MAKERS: dict[str, Callable[[random.Random], str]] = {"words": _word, "numbers": _number, "uuids": _uuid}
+_MAKERS: dict[str, Callable[[random.Random], str]] = {
+    "words": lambda rng: f"{rng.choice(haystack.words('adjectives'))}-{rng.choice(haystack.words('nouns'))}",
+    "numbers": lambda rng: str(rng.randint(1_000_000, 9_999_999)),
+    "uuids": lambda rng: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
+}
 
 
 def _distinct(kind: str, n: int, rng: random.Random) -> list[str]:

@@ -25,10 +25,6 @@ class Passkey(LaidOut):
     num_words: Positive = 32  # words per passkey
     max_new_tokens: Positive = 128  # room for the reply
 
-    def step(self, request: Request) -> int:
-        """Return one word; RULER has no such task."""
-        return 1
-
     def layout(self, request: Request, rng: random.Random) -> Layout:
         """See `LaidOut.layout`; a unit of filler is a word of the essays."""
         keys = [" ".join(rng.choices(haystack.words("nouns"), k=self.num_words)) for _ in range(self.num_passkeys)]

@@ -130,10 +130,6 @@ class Prompts(Task):
         tokens = request.counter.count(one["context"], remember=False) + request.tail(asked)
         return Draft(one["context"], tuple(asked), tokens, one["framed"])
 
-    def draw(self, request: Request, units: int) -> Draft:
-        """See `Task.draw`; a prompt has no filler."""
-        return self.fill(request)
-
 
 def _lines(path: str, cure: str) -> list[tuple[int, str]]:
     """Return the lines of a file that are not blank, and their numbers from 1."""

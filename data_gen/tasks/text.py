@@ -44,22 +44,6 @@ class Text(Task):
                 return Draft(context, asked, request.room + excess)
             tokens += excess
 
-    def draw(self, request: Request, units: int) -> Draft:
-        """See `Task.draw`; a unit is a word. Passages to quote lie among the last `fewest` words."""
-        rng = request.rng()
-        text = haystack.sentences(request.essays, request.split)
-        end = rng.randrange(len(text))
-        asked = self._ask(request, text, end, _last_words(text, end, self.fewest(request)), rng)
-        return Draft(_last_words(text, end, units), asked)
-
-    def step(self, request: Request) -> int:
-        """Return 100 words; RULER has no such task."""
-        return 100
-
-    def fewest(self, request: Request) -> int:
-        """Return the words of which every question can quote a passage."""
-        return 2 * WORDS * request.questions
-
     def _ask(
         self, request: Request, text: Sequence[str], end: int, context: str, rng: random.Random
     ) -> tuple[Question, ...]:
@@ -87,15 +71,6 @@ def _words(text: Sequence[str], at: int, count: int) -> list[str]:
         found += text[at % len(text)].split(" ")
         at += 1
     return found[:count]
-
-
-def _last_words(text: Sequence[str], end: int, count: int) -> str:
-    """Return the `count` words before sentence `end`."""
-    found: list[str] = []
-    while len(found) < count:
-        end -= 1
-        found = text[end % len(text)].split(" ") + found
-    return " ".join(found[len(found) - count :])
 
 
 def _before(text: Sequence[str], end: int, budget: int, counter: TokenCounter) -> tuple[str, int]:

@@ -26,6 +26,3 @@ class Turns(LaidOut):
             asked.append(replace(one, question=before + one.question))
             before += one.question + one.answer_prefix + one.target
         return replace(made, questions=tuple(asked))
-
-    def step(self, request: Request) -> int:
-        return self.of.step(request)

@@ -55,7 +55,8 @@ class CommonWords(Task):
         common, uncommon, *_ = self._frequencies(request)
         costs = counter.pieces(words, " ")
         totals = [*accumulate((c * (common if i < _COMMON else uncommon) for i, c in enumerate(costs)), initial=0)]
-        numbers = _number_costs(request, _entries(len(words), common, uncommon))
+        entries = range(1, _entries(len(words), common, uncommon) + 1)
+        numbers = [*accumulate(counter.pieces([f"{i}." for i in entries], " "), initial=0)]  # of the first 0, 1, .. n
         sizes = [totals[n] + numbers[_entries(n, common, uncommon)] for n in range(_COMMON, len(words) + 1)]
         n = _COMMON - 1 + bisect.bisect_right(sizes, budget)
         if n < _COMMON:
@@ -126,11 +127,6 @@ def numbered(words: list[str]) -> str:
 
 def _entries(words: int, common: int, uncommon: int) -> int:
     return common * _COMMON + uncommon * (words - _COMMON)
-
-
-def _number_costs(request: Request, n: int) -> list[int]:
-    """Count the tokens of the first 0, 1, .. n numbers of a list."""
-    return [*accumulate(request.counter.pieces([f"{i}." for i in range(1, n + 1)], " "), initial=0)]
 
 
 def _ask_common(words: list[str]) -> Question:

@@ -1,7 +1,8 @@
 """HELMET's recall, RAG and ICL: a value of a long JSON object, questions on many passages, labels shown by examples.
 
-Source: princeton-nlp/HELMET 4526dfb, data.py and utils.py (MIT; prompts unchanged). Data: folders json_kv and kilt of
-its data.tar.gz, and for ICL icl/TASK_train.jsonl and icl/TASK_test.jsonl, lines with "text" and a number "label".
+Source: princeton-nlp/HELMET 4526dfb, data.py and utils.py (MIT; prompts unchanged in assets/). Data: folders json_kv
+and kilt of its data.tar.gz, and for ICL icl/TASK_train.jsonl and icl/TASK_test.jsonl, lines with "text" and a number
+"label".
 """
 
 import hashlib
@@ -19,36 +20,18 @@ from typing_extensions import TypedDict
 
 from leank.data_gen.reading import NotBlank, digest
 from leank.eval.benchmarks.base import Row, benchmark, known_tasks, metric
-from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, checked, read
+from leank.eval.benchmarks.from_files import FromFiles, Hub, Line, Tasks, asset, checked, read
 from leank.eval.metrics.text import normalize
 from leank.typed import OneOf
 
-LENGTHS = ("8k", "16k", "32k", "64k", "128k")
-PASSAGES = dict(zip(LENGTHS, (50, 105, 220, 440, 1000), strict=True))
-PAIRS = dict(zip(LENGTHS, (105, 220, 440, 900, 1800), strict=True))
-RAG = {"nq": "nq-{}-multikilt_1000_k{}_dep6", "triviaqa": "triviaqa-{}-multikilt_1000_k{}_dep6",
-       "hotpotqa": "hotpotqa-{}-multikilt_1000_k{}_dep3", "popqa": "popqa_test_1000_k{1}_dep6"}  # fmt: skip
-ICL = {  # how many labels there are, and examples at each length
-    "trec_coarse": (6, dict(zip(LENGTHS, (400, 800, 1600, 3300, 6600), strict=True))),
-    "trec_fine": (50, dict(zip(LENGTHS, (400, 800, 1600, 3200, 6400), strict=True))),
-    "banking77": (77, dict(zip(LENGTHS, (360, 720, 1450, 2900, 5900), strict=True))),
-    "clinic150": (151, dict(zip(LENGTHS, (440, 880, 1750, 3525, 7050), strict=True))),
-    "nlu": (68, dict(zip(LENGTHS, (510, 1020, 2040, 4080, 8296), strict=True))),
-}
+OFFICIAL: dict[str, Any] = asset("helmet")  # the prompts, and how many passages, pairs or examples each length has
+RAG: dict[str, str] = OFFICIAL["rag"]["files"]  # of each task, without the split and the number of passages
+ICL: dict[str, int] = OFFICIAL["icl"]["labels"]  # how many labels each task has
+LENGTHS = tuple(OFFICIAL["json_kv"]["pairs"])
 TASKS = ("json_kv", *RAG, *ICL)
 SHOTS = 2  # examples of recall and RAG
 POPULAR = 3  # popqa asks for what has fewer than 10 ** 3 views
 SEED = 42
-SYSTEM = "You are a helpful assistant."
-ASK_KV = "\n\nExtract the value corresponding to the specified key in the JSON object below.\n\n"
-ASK_RAG = (
-    "Use the given documents to write a concise and short answer to the question. Write your answer in the following "
-    "format:\nAnswer: [answer]\n\n"
-)
-ASK_ICL = (
-    "Use the provided mapping from the text to label to assign a label to the text. "
-    'Only output "label: {label}" and nothing else. \n\n'
-)
 PREFIX = {**dict.fromkeys(ICL, "label:"), **dict.fromkeys(RAG, "Answer:"), "json_kv": "Corresponding value:"}
 
 
@@ -113,12 +96,12 @@ class Helmet(FromFiles):
         """Yield the lines of a task at a length, and keep its examples. Raises FileNotFoundError without a folder."""
         name, _, length = task.rpartition("_")
         if name == "json_kv":
-            return self._read(name, f"json_kv/test_k{PAIRS[length]}_dep6")
+            return self._read(name, f"json_kv/test_k{OFFICIAL['json_kv']['pairs'][length]}_dep6")
         if name in ICL:
             self._examples[task] = [line.data for line in self._read(name, f"icl/{name}_train")]
             return self._read(name, f"icl/{name}_test")
         self._examples[task] = [line.data for line in self._read(name, f"kilt/{RAG[name].format('train', 3)}")]
-        return self._read(name, f"kilt/{RAG[name].format('dev', PASSAGES[length])}")
+        return self._read(name, f"kilt/{RAG[name].format('dev', OFFICIAL['rag']['passages'][length])}")
 
     def _read(self, task: str, file: str) -> Iterator[Line]:
         if self.path is None:
@@ -133,13 +116,16 @@ class Helmet(FromFiles):
         name = task.rpartition("_")[0]
         if name == "json_kv":
             shown = "".join(f"Key: {key}\nCorresponding value: {value}\n\n" for key, value in data["demos"][:SHOTS])
-            context, question, answers = data["context"], f"{ASK_KV}{shown}Key: {data['question']}", [data["answer"]]
+            question = f"{OFFICIAL['json_kv']['prompt']}{shown}Key: {data['question']}"
+            context, answers = data["context"], [data["answer"]]
         elif name in ICL:
             names, examples = self._labelled(task, data)
-            context = ASK_ICL + "\n\n".join(f"{one['text']}\nlabel: {names[one['label']]}" for one in examples)
+            context = OFFICIAL["icl"]["prompt"] + "\n\n".join(
+                f"{one['text']}\nlabel: {names[one['label']]}" for one in examples
+            )
             question, answers = f"\n\n{data['text']}", [str(names[data["label"]])]
         else:
-            context = ASK_RAG + self._shown(task, data) + passages(data)
+            context = OFFICIAL["rag"]["prompt"] + self._shown(task, data) + passages(data)
             question, answers = f"\n\nQuestion: {data['question']}", data["answers"]
         chat = self.style == "chat"
         return Row(
@@ -151,7 +137,7 @@ class Helmet(FromFiles):
             max_new_tokens=100 if name == "json_kv" else 20,
             metric="helmet_label" if name in ICL else "helmet_answer",
             chat=chat,
-            preamble=({"role": "system", "content": SYSTEM},) if chat else (),
+            preamble=({"role": "system", "content": OFFICIAL["system"]},) if chat else (),
         )
 
     def _shown(self, task: str, data: Mapping[str, Any]) -> str:
@@ -172,7 +158,7 @@ class Helmet(FromFiles):
     def _labelled(self, task: str, data: IclLine) -> tuple[list[int], list[IclLine]]:
         """The number that stands for each label, and examples in rounds of every label, by a seed of the text."""
         name, _, length = task.rpartition("_")
-        kinds, shots = ICL[name][0], ICL[name][1][length]
+        kinds, shots = ICL[name], OFFICIAL["icl"]["examples"][name][length]
         seed = (seed_of(data["text"], None) + SEED) % 2**31
         by_label: dict[int, list[IclLine]] = {}
         for one in self._examples[task]:

@@ -9,6 +9,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, NotRequired
 
 from annotated_types import Ge, MinLen
@@ -155,11 +156,6 @@ def retrieval(prediction: str, reference: str, pattern: str = r"Paragraph (\d+)"
     return count(prediction, named[1])
 
 
-def retrieval_chinese(prediction: str, reference: str) -> float:
-    """`retrieval` where references read "段落12"."""
-    return retrieval(prediction, reference, r"段落(\d+)")
-
-
 def code_similarity(prediction: str, reference: str) -> float:
     """Similarity of the reply's first code line and the reference, 0-1 in steps of 0.01: fuzzywuzzy's, on difflib.
 
@@ -202,5 +198,5 @@ METRIC_OF_TASK: dict[str, Callable[..., float]] = {
     "multifieldqa_zh": qa_f1_chinese,
     "passage_count": count,
     "passage_retrieval_en": retrieval,
-    "passage_retrieval_zh": retrieval_chinese,
+    "passage_retrieval_zh": partial(retrieval, pattern=r"段落(\d+)"),
 }

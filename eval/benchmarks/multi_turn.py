@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from annotated_types import Ge, MinLen
+from annotated_types import Ge, Le, MinLen
 
 from leank.data_gen import haystack
 from leank.data_gen.haystack import SPLITS
@@ -40,7 +40,7 @@ class MultiTurn(Benchmark):
     # tokens of the document with its longest question and answer; the other turns come on top
     lengths: Annotated[Sequence[Positive], MinLen(1)] = (4096,)
     samples: Samples = 50  # documents of each task and length
-    turns: Annotated[int, Ge(2)] = 5  # questions about each
+    turns: Annotated[int, Ge(2), Le(10_000)] = 5  # questions about each
     modes: Annotated[Sequence[Annotated[str, OneOf(*MODES)]], MinLen(1)] = MODES  # see the module
     seed: Seed = 42  # of the generators
     essays: str | None = None  # essays, split: the natural text of essay haystacks, see data_gen.haystack

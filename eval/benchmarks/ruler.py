@@ -18,6 +18,7 @@ from leank.data_gen.haystack import SPLITS
 from leank.data_gen.task import Request, Sample
 from leank.data_gen.tasks import CHAINS, qa, task
 from leank.data_gen.tokens import counter_of
+from leank.errors import naming
 from leank.eval.benchmarks.base import Benchmark, Cell, Row, benchmark, check_lengths, known_tasks, metric
 from leank.typed import OneOf, Positive, Samples, Seed
 
@@ -63,10 +64,8 @@ class Ruler(Benchmark):
         check_lengths(self.lengths, limit)
         for name in QA.keys() & {*self.tasks}:
             where = f"benchmark.{QA[name]}={self._data(name)} ({name})"
-            try:
+            with naming(where):
                 questions, _ = qa.read(QA[name], self._data(name))
-            except (FileNotFoundError, ValueError) as error:
-                raise type(error)(f"{where}: {error}") from None
             if len(questions) < self.samples:
                 found = amount(len(questions), "question")
                 raise ValueError(f"{where} has {found}, benchmark.samples={self.samples}; lower samples")

@@ -2,7 +2,7 @@
 
 A sample is a window of a text. Its beginning is prefilled; the rest is read token by token through each method's cache,
 so that the text is compressed as it leaves the window. Rows have the KL divergence from the dense model, top-1
-agreement with it, and the loss (`eval.rows.result_row.Fidelity`). Their score is the share of the tokens that the
+agreement with it, and the loss (`eval.rows.Fidelity`). Their score is the share of the tokens that the
 method ranks first.
 """
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTra
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from leank import backbone
-from leank.model_folder import folder_digest
+from leank.files import folder_digest
 from leank.shipped import NAMED
 from leank.typed import shown
 
@@ -49,14 +49,11 @@ class ModelConfig(backbone.ModelConfig):
         """The type of weights and cache. Raises ValueError if the setting names none."""
         return backbone.torch_dtype(self.dtype, self.torch_device)
 
-    @property
-    def folder(self) -> Path | None:
-        """The folder that `name` is; None for a shipped model and for a name of the hub."""
-        return Path(self.name) if self.name not in NAMED and Path(self.name).is_dir() else None
-
     @cached_property
     def _contents(self) -> dict[str, str]:
-        return {} if self.folder is None else {"folder": folder_digest(self.folder)}
+        """The digest of a folder; empty for a shipped model and for a name of the hub."""
+        folder = self.name not in NAMED and Path(self.name).is_dir()
+        return {"folder": folder_digest(Path(self.name))} if folder else {}
 
     def identity(self) -> dict[str, object]:
         """What the answers depend on, as JSON; a folder counts by what is in it, not by where it is."""

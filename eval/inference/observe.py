@@ -109,7 +109,7 @@ def attend_and_sum(
     weights: [n], of the last n queries in the sums, each at least 0; None = all by 1. Others: see `dense.attend`
     Returns ([B, Q, Hq, D], [B, H, T] in float32 or wider).
     """
-    reason = why_not(q.device, q.dtype, q.shape[-1], q.shape[1] // k.shape[1], interpret=False)
+    reason = why_not(q.device, q.dtype, q.shape[-1], q.shape[1] // k.shape[1], insist=False)
     if reason or not softmax.plain or q.shape[2] == 1:
         each = received(q, k, weights, real, scaling, softmax)
         return dense.attend(q, k, v, scaling, real, softmax), each.unflatten(1, (k.shape[1], -1)).sum(2)

@@ -42,14 +42,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def listing(paper: Sequence[str] = ()) -> str:
-    """Return the lines of --list: id, status, what it shows, and the command with real weights where it needs them."""
-    from leank.eval.papers.page import commands
-
+    """Return the lines of --list: id, status, what it shows, and the commands of what does not run here."""
     lines = []
     for item in of_papers(paper or PAPERS):
         lines.append(f"{item.id:<14} {item.status}\n    {item.shows}")
         if not item.runs:
-            lines += [f"    {line}" for _, line in commands(item)]
+            lines += [f"    python -m {step.run}" for step in (*item.here, *item.real)]
         elif item.real:
             lines.append(f"    with {item.needs}: python -m leank.eval.papers {item.id} --real")
     there = sum(item.runs for item in ITEMS.values())
@@ -71,8 +69,7 @@ def wanted(arguments: argparse.Namespace) -> tuple[list[Item], list[Item], tuple
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the items of the command line, and print or write them. Returns the exit status."""
-    from leank.eval.papers.make import Runner
-    from leank.eval.papers.page import of_item, page
+    from leank.eval.papers.make import Runner, of_item, page
     from leank.files import write_text
 
     named, items, overrides = wanted(arguments)

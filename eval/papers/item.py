@@ -4,7 +4,6 @@ conf/papers has one YAML file a paper. Under `steps` it names the command lines 
 it lists every figure and table of the paper.
 """
 
-import difflib
 import re
 import shlex
 from collections.abc import Iterable
@@ -169,13 +168,10 @@ ITEMS = _items()
 
 
 def find(name: str) -> Item:
-    """Return the item called `name`; "LeanK:Figure7" is leank:fig7. Raises ValueError with the nearest known ids."""
-    known = ITEMS.get(re.sub(":tab(?=[0-9])", ":table", name.lower().replace(" ", "").replace(":figure", ":fig")))
-    if known is None:
-        near = difflib.get_close_matches(name.lower(), ITEMS, 3)
-        hint = f"did you mean {', '.join(near)}? " if near else ""
-        raise ValueError(f"{name} is no item; {hint}python -m leank.eval.papers --list shows all")
-    return known
+    """Return the item called `name`, such as leank:fig7. Raises ValueError if there is none."""
+    if name not in ITEMS:
+        raise ValueError(f"{name} is no item; python -m leank.eval.papers --list shows all")
+    return ITEMS[name]
 
 
 def of_papers(names: Iterable[str]) -> list[Item]:

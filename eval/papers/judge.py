@@ -20,7 +20,6 @@ UNITS = {
     "score": " points", "bytes": " times the cache bytes", "first_token": " times the time to the first token",
     "per_token": " times the time per token",
 }  # fmt: skip
-SHARED = "several processes shared the machine while these seconds were taken, which running without shard= avoids"
 FEW = 10  # units of an interval; fewer decide nothing, whatever their interval
 RULE_OF_THREE = 300  # samples without a single loss show that less than 1 point is lost, at 95%
 FLOOR = 10.0  # points; a method below them has next to nothing to lose
@@ -49,11 +48,10 @@ class Judgement:
         return f"{self.compared}: {self.figures}. {said}." + (f" {remark[0].upper()}{remark[1:]}." if remark else "")
 
 
-def contrast(claim: Contrast, runs: Sequence[pd.DataFrame], alone: bool = True) -> Judgement | None:
+def contrast(claim: Contrast, runs: Sequence[pd.DataFrame]) -> Judgement | None:
     """Compare two methods sample by sample; tasks and lengths count alike. Seconds are compared batch by batch.
 
-    runs: of `report.groups.frame`; alone: whether one process made the rows, else seconds decide nothing
-    Returns None where no sample has both.
+    runs: of `report.groups.frame`. Returns None where no sample has both.
     """
     name, scores = COLUMNS[claim.measure], claim.measure == "score"
     pairs = [paired(table, claim.first, claim.second) for table in runs]
@@ -87,8 +85,6 @@ def contrast(claim: Contrast, runs: Sequence[pd.DataFrame], alone: bool = True) 
             remarks.append(f"both score alike on {100 * alike:.0f}% of the samples")
         if idle := mean([np.concatenate([p["not_selected_first"] for p in pairs])]):
             remarks.append(f"in {100 * idle:.0f}% of its samples {claim.first} selected no layer")
-    elif name == claim.measure and not alone:
-        verdict, why = "undecided", SHARED
     return Judgement(compared, f"{_written(figures, UNITS[claim.measure])}{levels}, n = {count}", verdict, why, remarks)
 
 

@@ -13,7 +13,7 @@ from leank.eval.report.groups import frame, group, labels
 from leank.eval.report.page import Section, page, replies_unlike_dense, title
 from leank.eval.report.summary import summarise, summarise_groups
 from leank.eval.report.tables import tables
-from leank.eval.rows.results import read
+from leank.eval.rows import read
 from leank.files import write_bytes, write_text
 
 __all__ = ["summarise", "write_diff", "write_report"]

@@ -11,7 +11,7 @@ from leank.eval.report.groups import changed, frame, group, paired
 from leank.eval.report.page import Reply, Section, page, replies, title
 from leank.eval.report.summary import Means, Record, strata
 from leank.eval.report.tables import Table, difference, with_interval
-from leank.eval.rows.results import read
+from leank.eval.rows import read
 from leank.files import name_of, write_text
 from leank.stats import mean
 

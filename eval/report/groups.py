@@ -7,11 +7,12 @@ from typing import Any
 
 import pandas as pd
 
-from leank.eval.rows.result_row import ResultRow, RowSettings, check_rows
+from leank.eval.rows import ResultRow, RowSettings, check_rows
 
 Variant = tuple[str, str]  # a method's label, and the digest of its settings
 SAMPLE = ["cell", "length", "task", "sample", "seed"]  # columns that tell a sample from every other of its run
 SECONDS = ("prefill", "seal", "first_token", "per_token")
+FIGURES = ("length", "allocated_bytes", "middle_bytes", *SECONDS, "tokens_compared", "kl", "top1", "loss", "dense_loss")
 MIDDLE, ENDS = ("middle_k", "middle_v", "extra"), ("sink", "window", "other")  # parts of a cache's bytes
 MARKED = ("not_compressed", "dense_only", "non_finite", "not_selected")  # samples whose score says less than it seems
 COPIED = ("task", "sample", "seed", "metric", "prediction", "answers", "length", "prompt_tokens")
@@ -119,18 +120,7 @@ def frame(rows: Sequence[ResultRow]) -> pd.DataFrame:
     table = pd.DataFrame([_line(row, named[variant(row)]) for row in rows])
     for name, order in (("method", named.values()), ("task", table["task"])):
         table[name] = pd.Categorical(table[name], list(dict.fromkeys(order)))
-    numbers = [
-        "length",
-        "allocated_bytes",
-        "middle_bytes",
-        *SECONDS,
-        "tokens_compared",
-        "kl",
-        "top1",
-        "loss",
-        "dense_loss",
-    ]
-    table[numbers] = table[numbers].astype(float)
+    table[[*FIGURES]] = table[[*FIGURES]].astype(float)  # None is NaN
     table["loss_minus_dense"] = table["loss"] - table["dense_loss"]
     table["cell"] = table.groupby(["length", "task"], observed=True, dropna=False).ngroup()
     return table.sort_values(["method", "cell"], kind="stable", ignore_index=True)

@@ -26,7 +26,7 @@ None where no row has it. Records of figures have
     share_of_middle     the middle's bytes, with scales and bounds, in % of what dense holds beside sink and window
     compared, tokens_compared, compared_non_finite      samples and next-token distributions compared with dense's, and
                         samples whose logits were NaN or infinite, which the next means leave out
-    kl, top1, loss, loss_minus_dense    distance from dense (`eval.rows.result_row.Fidelity`)
+    kl, top1, loss, loss_minus_dense    distance from dense (`eval.rows.Fidelity`)
 """
 
 import json
@@ -38,7 +38,7 @@ import pandas as pd
 
 from leank.eval.benchmarks.base import metrics_by_op
 from leank.eval.report.groups import MARKED, SAMPLE, SECONDS, frame, group, labels, variant
-from leank.eval.rows.result_row import ResultRow
+from leank.eval.rows import ResultRow
 from leank.stats import DRAWS, LEVEL, intervals, mean
 
 COLUMNS = 8  # learned masks that are compared unasked: pairs grow with their number, and no page is wider
@@ -206,27 +206,22 @@ def _differences(table: pd.DataFrame, columns: Sequence[str], means: Means) -> l
 def _by_op(table: pd.DataFrame) -> list[Record]:
     """GSM-Infinite: mean score (0 to 1, as in the paper) of each method by subset, length and op."""
     rows = table[table["metric"].isin(metrics_by_op()) & table["meta_op"].notna()]
-    if rows.empty:
-        return []
     subset = rows["meta_d"].map({2: "medium", 3: "hard"}).fillna("realistic")
     names = (subset + " " + rows["meta_length"].fillna("").astype(str).str.upper()).str.strip()
     rows = rows.assign(
         subset=pd.Categorical(names, names.unique()), op=rows["meta_op"].astype(int), fraction=rows["score"] / 100
     )
-    return [
-        {**key, "n": len(part), "score": _average(part["fraction"])}
-        for key, part in _groups(rows, ["subset", "method", "op"])
-    ]
+    return _means(rows, ["subset", "method", "op"], "fraction")
 
 
 def _by_depth(table: pd.DataFrame) -> list[Record]:
     """Needle in a haystack: mean score of each method and task by length and depth of the needle."""
     rows = table[table["length"].notna() & table["meta_depth_percent"].notna()]
-    rows = rows.assign(depth=rows["meta_depth_percent"])
-    return [
-        {**key, "n": len(part), "score": _average(part["score"])}
-        for key, part in _groups(rows, ["method", "task", "length", "depth"])
-    ]
+    return _means(rows.rename(columns={"meta_depth_percent": "depth"}), ["method", "task", "length", "depth"], "score")
+
+
+def _means(rows: pd.DataFrame, by: Sequence[str], name: str) -> list[Record]:
+    return [{**key, "n": len(part), "score": _average(part[name])} for key, part in _groups(rows, by)]
 
 
 def _by_turn(table: pd.DataFrame, means: Means) -> list[Record]:

@@ -6,7 +6,7 @@ A `Table` is a DataFrame of texts, which pandas writes in Markdown and LaTeX and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -35,6 +35,7 @@ LATEX = str.maketrans({
     ">": r"\textgreater{}", "|": r"\textbar{}", **{c: f"\\{c}" for c in "&%$#_{}"},
 })  # fmt: skip
 BUDGETS = (10, 15, 20, 25, 31, 40, 50)  # % of dense's middle
+Shades = dict[tuple[int, int], float | None]  # points from dense by (line, column)
 WIDE = 8  # columns; a LaTeX table of more is scaled to the width of the text
 
 
@@ -238,38 +239,45 @@ def best_of_sizes(run: Run) -> Table | None:
     return Table.of("Best at every size", head, lines, note)
 
 
+def _grid(
+    methods: Iterable[str], columns: Sequence[object], cells: Mapping[tuple[str, object], Record],
+    write: Callable[[Record], str],
+) -> tuple[list[list[str]], Shades]:  # fmt: skip
+    """Return a line per method with the text of its cell in each column, and the shades of the cells."""
+    lines: list[list[str]] = []
+    shades: Shades = {}
+    for number, method in enumerate(methods):
+        mine = [cells.get((method, column)) for column in columns]
+        lines.append([method, *("" if cell is None else write(cell) for cell in mine)])
+        shades |= {(number, at): cell.get("difference") for at, cell in enumerate(mine, 1) if cell is not None}
+    return lines, shades
+
+
 def from_dense_by_length(run: Run) -> Table | None:
     """Make a table of KL and top-1 agreement by length; None without several lengths."""
-    cells = {(c["method"], c["length"]): c for c in run["by_length"] if c["compared"]}
-    lengths = [n for n in run["lengths"] if n is not None and any(length == n for _, length in cells)]
+    cells = {(c["method"], c["length"]): c for c in run["by_length"] if c["compared"] and c["length"] is not None}
+    lengths = [n for n in run["lengths"] if any(length == n for _, length in cells)]
     if len(lengths) < 2:
         return None
 
-    def short(cell: Record | None) -> str:
-        if cell is None:
-            return ""
+    def short(cell: Record) -> str:
         share = "" if cell["top1"] is None else f" ({cell['top1']:.1f}%)"
         kl = "-" if cell["kl"] is None else f"{cell['kl']:.3g}"
         return kl + (BROKEN if cell["compared_non_finite"] else "") + share
 
-    methods = dict.fromkeys(method for method, _ in cells)
-    lines = [[method, *(short(cells.get((method, n))) for n in lengths)] for method in methods]
+    lines, _ = _grid(dict.fromkeys(method for method, _ in cells), lengths, cells, short)
     note = "KL in nats a token, and top-1 agreement."
     return Table.of("Distance from dense by length", ["method", *map(str, lengths)], lines, note)
 
 
 def differences(run: Run) -> Table | None:
     """Compare learned masks, or methods named (columns), with every other (lines); None if dense is the only other."""
-    found = {(d["method"], d["minus"]): d for d in run["differences"]}
-    columns = list(dict.fromkeys(method for method, _ in found))
-    others = [name for name in run["methods"] if any(minus == name for _, minus in found)]
+    found = {(d["minus"], d["method"]): d for d in run["differences"]}
+    columns = list(dict.fromkeys(method for _, method in found))
+    others = [name for name in run["methods"] if any(minus == name for minus, _ in found)]
     if set(others) <= {run["dense"]}:
         return None
-    lines = [[other, *(difference(found.get((name, other))) for name in columns)] for other in others]
-    shades = {
-        (line, column): found[name, other]["difference"]
-        for line, other in enumerate(others) for column, name in enumerate(columns, 1) if (name, other) in found
-    }  # fmt: skip
+    lines, shades = _grid(others, columns, found, difference)
     note = (
         "Points by which a column's method is better than a line's method on the samples of both: 95% paired bootstrap."
     )
@@ -290,69 +298,57 @@ def _published(
     return lines, errata
 
 
-def _grid(
-    overall: Sequence[Record], cells: Mapping[tuple[str, object], Record], columns: Sequence[object], interval: bool
-) -> tuple[list[list[str]], dict[tuple[int, int], float | None]]:
-    """Return lines of scores, a method's cells and then its mean, and their shades."""
-    write, lines = mean if interval else scored, []
-    shades: dict[tuple[int, int], float | None] = {}
-    for line, whole in enumerate(overall):
-        mine = [*(cells.get((whole["method"], column)) for column in columns)]
-        lines.append([whole["method"], *("" if cell is None else write(cell) for cell in mine), mean(whole)])
-        shades |= {(line, at): cell["difference"] for at, cell in enumerate([*mine, whole], 1) if cell is not None}
-    return lines, shades
-
-
 def by_length(run: Run) -> Table | None:
     """Make a table of methods by lengths, as in LeanK's table 3."""
     lengths = [n for n in run["lengths"] if n is not None]
     if not lengths:
         return None
-    cells = {(c["method"], c["length"]): c for c in run["by_length"]}
-    lines, shades = _grid(run["overall"], cells, lengths, True)
+    cells = {(c["method"], c.get("length", "average")): c for c in (*run["by_length"], *run["overall"])}
+    head = [*lengths, "average"]
+    lines, shades = _grid([c["method"] for c in run["overall"]], head, cells, mean)
     names = [PAPER_LENGTHS.get(n, "") for n in lengths]
     printed, notes = _published(run, "length", names)
     more, errata = _published(run, "average", names)
     notes += [*errata, *remarks(c for c in run["by_length"] if c["length"] is not None)]
-    head = ["method", *map(str, lengths), "average"]
-    return Table.of("By length", head, lines, " ".join(notes), shades, [*printed, *more])
+    return Table.of("By length", ["method", *map(str, head)], lines, " ".join(notes), shades, [*printed, *more])
 
 
 def by_task(run: Run, length: int | None) -> Table:
     """Make a table of methods by tasks at one length, as in LeanK's tables 2, 13 and 18."""
-    cells = {(c["method"], c["task"]): c for c in run["cells"] if c["length"] == length}
-    tasks = [task for task in run["tasks"] if any(task == one for _, one in cells)]
-    lines, shades = _grid([c for c in run["by_length"] if c["length"] == length], cells, tasks, False)
+    of_tasks, whole = ([c for c in run[name] if c["length"] == length] for name in ("cells", "by_length"))
+    tasks = [task for task in run["tasks"] if any(task == c["task"] for c in of_tasks)]
+    cells = {(c["method"], c.get("task", "average")): c for c in (*of_tasks, *whole)}
+    head = [*tasks, "average"]
+    lines, shades = _grid([c["method"] for c in whole], head, cells, lambda c: scored(c) if "task" in c else mean(c))
     printed, notes = _published(run, "task", tasks, length=length)
     if run["benchmark"] == "ruler" and length is not None and length < 4096:
         notes.append(
             "Below 4096 tokens RULER changes its tasks; this is no official setting: they are its 4096-token forms."
         )
-    notes += remarks(cells.values())
+    notes += remarks(of_tasks)
     title = "All tasks" if length is None else f"{length} tokens"
-    return Table.of(title, ["method", *tasks, "average"], lines, " ".join(notes), shades, printed)
+    return Table.of(title, ["method", *head], lines, " ".join(notes), shades, printed)
 
 
 def gsm(run: Run) -> list[Table]:
     """Make tables of GSM-Infinite: fractions by op with the area under them (table 14), and all areas (table 4)."""
     out: list[Table] = []
-    areas: dict[str, dict[str, float | None]] = {m: {} for m in run["methods"]}
-    found = pd.DataFrame(run["by_op"])
-    for name, part in found.groupby("subset", sort=False) if len(found) else ():
-        wide = part.pivot(index="method", columns="op", values="score").reindex(
-            [m for m in areas if m in {*part.method}]
-        )
-        lines = []
-        for method, scores in wide.iterrows():
-            there = {int(op): float(score) for op, score in scores.dropna().items()}
-            area = areas[method][name] = auc(there) if len(there) > 1 else None
-            lines.append([method, *(number(there.get(op), 4) for op in wide.columns), number(area, 4)])
-        subset, _, length = str(name).partition(" ")
-        printed, _ = _published(run, "op", [str(op) for op in wide.columns], 4, subset=subset, length=length)
-        head = ["method", *(f"op={op}" for op in wide.columns), "AUC"]
+    names = list(dict.fromkeys(record["subset"] for record in run["by_op"]))
+    areas: dict[str, dict[str, float | None]] = {method: {} for method in run["methods"]}
+    for name in names:
+        cells = {(c["method"], c["op"]): c for c in run["by_op"] if c["subset"] == name}
+        ops = sorted({op for _, op in cells})
+        methods = [method for method in areas if any(method == one for one, _ in cells)]
+        lines, _ = _grid(methods, ops, cells, lambda c: number(c["score"], 4))
+        for line in lines:
+            scores = {op: cells[line[0], op]["score"] for op in ops if (line[0], op) in cells}
+            area = areas[line[0]][name] = auc(scores) if len(scores) > 1 else None
+            line[1:] = [text or "-" for text in line[1:]] + [number(area, 4)]
+        subset, _, length = name.partition(" ")
+        printed, _ = _published(run, "op", list(map(str, ops)), 4, subset=subset, length=length)
+        head = ["method", *(f"op={op}" for op in ops), "AUC"]
         out.append(Table.of(f"GSM-Infinite {name}", head, lines, published=printed))
     if out:
-        names = list(dict.fromkeys(found["subset"]))
         lines = [[m, *(number(a.get(n), 2) for n in names)] for m, a in areas.items()]
         printed, errata = _published(run, "subset", names, 2, last=False)
         out.insert(0, Table.of("GSM-Infinite, AUC", ["method", *names], lines, " ".join(errata), published=printed))
@@ -361,15 +357,13 @@ def gsm(run: Run) -> list[Table]:
 
 def turns(run: Run) -> list[Table]:
     """Make a table of methods by turn for conversations of each mode and length."""
-    if not run["by_turn"]:
-        return []
-    out, found = [], pd.DataFrame(run["by_turn"])
-    found["text"] = [with_interval(record, "score") for record in run["by_turn"]]
-    for (mode, length), part in found.groupby(["mode", "length"], sort=False, dropna=False):
-        wide = part.pivot(index="method", columns="turn", values="text").loc[part["method"].unique()].fillna("")
-        lines = [[method, *texts] for method, texts in zip(wide.index, wide.to_numpy(), strict=True)]
-        size = "" if pd.isna(length) else f", {length:.0f} tokens"
-        head = ["method", *(f"turn {n:.0f}" for n in wide.columns)]
+    out = []
+    for mode, length in dict.fromkeys((record["mode"], record["length"]) for record in run["by_turn"]):
+        cells = {(c["method"], c["turn"]): c for c in run["by_turn"] if (c["mode"], c["length"]) == (mode, length)}
+        numbers = sorted({turn for _, turn in cells})
+        lines, _ = _grid(dict.fromkeys(m for m, _ in cells), numbers, cells, lambda c: with_interval(c, "score"))
+        size = "" if length is None else f", {length} tokens"
+        head = ["method", *(f"turn {n:.0f}" for n in numbers)]
         out.append(Table.of(f"By turn{size}: {TURNS.get(mode, mode)}", head, lines))
     return out
 
@@ -378,14 +372,6 @@ def tables(run: Run) -> list[Table]:
     """Make all tables of one run of a summary."""
     lengths = by_length(run)
     alike = lengths is not None and len(run["tasks"]) == 1  # a table of tasks at each length would repeat it
-    found = [
-        overall(run),
-        best_of_sizes(run),
-        from_dense(run),
-        from_dense_by_length(run),
-        differences(run),
-        lengths,
-        *turns(run),
-    ]
-    found += [*gsm(run), *([] if alike else [by_task(run, n) for n in run["lengths"]])]
+    found = [overall(run), best_of_sizes(run), from_dense(run), from_dense_by_length(run), differences(run), lengths]
+    found += [*turns(run), *gsm(run), *([] if alike else [by_task(run, n) for n in run["lengths"]])]
     return [table for table in found if table is not None]

@@ -12,7 +12,7 @@ from leank.eval.report.groups import changed, frame, group
 from leank.eval.report.page import SHOWN, title
 from leank.eval.report.plots import FIGURES
 from leank.eval.report.summary import summarise_groups
-from leank.eval.rows.results import read
+from leank.eval.rows import read
 from leank.wandb_log import mask_artifact, model_artifact, use
 
 if TYPE_CHECKING:

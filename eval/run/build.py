@@ -35,7 +35,7 @@ from leank.eval.methods import Method, build_method
 from leank.eval.methods.channels.leank import LeanK
 from leank.eval.methods.memory import free_settings, match, share_of_dense
 from leank.eval.run.job import Job
-from leank.eval.run.settings import Settings
+from leank.eval.run.replay import Settings
 from leank.shipped import matching
 from leank.typed import group, refuse_unknown, shown, typed
 

@@ -29,7 +29,7 @@ from transformers import Cache, PreTrainedModel
 from leank.errors import naming
 from leank.eval.inference.decode import read, states
 from leank.eval.inference.prefill import Prefill, joined, pad_left
-from leank.eval.rows.result_row import Fidelity
+from leank.eval.rows import Fidelity
 from leank.head import LOGITS_AT_ONCE, Head, check_head, divergence
 
 Compared = tuple[Fidelity | None, float | None]  # of a sample; and the share of a text's tokens that are ranked first

@@ -10,7 +10,6 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 import transformers
@@ -24,11 +23,8 @@ from leank.eval.benchmarks.base import Benchmark, Cell, Row, score_row
 from leank.eval.inference.models import ModelConfig
 from leank.eval.inference.prompts import Prompt, encode_turns, overhead
 from leank.eval.methods import Method
-from leank.eval.rows.result_row import Meta, MethodSettings, ResultRow, RowSettings
-from leank.eval.rows.results import Collected, Key, Results
-from leank.eval.run.compression import Warnings
-from leank.eval.run.replay import Answer, Replay
-from leank.eval.run.settings import Settings
+from leank.eval.rows import Collected, Key, ResultRow, Results, RowSettings
+from leank.eval.run.replay import Answer, Replay, Settings, Warnings
 
 BAR = "{desc}: {percentage:3.0f}%|{bar:20}| {elapsed}<{remaining}"
 FORMAT = 1  # version of what a row means; part of its key
@@ -70,7 +66,7 @@ class Job:
         """Return what a method's answers depend on beside length, id and seed; specials: of the sample's Prompt."""
         found: RowSettings = {
             "format": FORMAT,
-            "method": cast("MethodSettings", method.config()),
+            "method": method.config(),
             "model": self.model.identity(),
             "benchmark": self.benchmark.identity(),
             "decode": {name: getattr(self.settings, name) for name in ("max_new_tokens", "min_new_tokens")},
@@ -135,18 +131,6 @@ class Job:
             for _, either in self._either(method, cell)
             for key in either
         ]
-
-    def others(self, done: set[Key]) -> int:
-        """Count rows with this plan's model, methods and tasks, but with other settings, data or weights."""
-        known: dict[tuple[str, str, str, str], set[str]] = {}
-        for cell in self.benchmark.cells():
-            for method in self.by_cell.get(cell, self.methods):
-                name = (self.model.label, method.label, self.benchmark.name, cell.task)
-                digests = (self.digest(method, cell.task, how) for how in (None, self.settings.specials))
-                known.setdefault(name, set()).update(digests)
-        return sum(
-            row.config not in known.get((row.model, row.method, row.benchmark, row.task), {row.config}) for row in done
-        )
 
     def run(self, results: Results | Collected, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
         """Do what is missing. Returns the number of new rows."""
@@ -243,7 +227,7 @@ class Job:
             "prediction": answer.text,
             "answers": list(row.answers),
             "metric": row.metric,
-            "meta": cast("Meta", dict(row.meta)),
+            "meta": dict(row.meta),
             "prompt_tokens": _tokens(row, prompt),
             "new_tokens": len(answer.tokens),
             "cache_bytes": answer.bytes,

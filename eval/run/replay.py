@@ -8,28 +8,72 @@ A conversation has several turns: the context is prefilled once, each method com
 """
 
 import copy
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from typing import Annotated
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from leank.backbone import eos_ids
+from leank.data_gen.amount import amount
 from leank.data_gen.task import Sample
 from leank.eval.benchmarks.base import Row, cut_at_stop
 from leank.eval.cache import CompressedCache
+from leank.eval.cache.graph import stores
 from leank.eval.inference.decode import Stopped, greedy
 from leank.eval.inference.models import windows_of
 from leank.eval.inference.prefill import Prefill, PromptLayer, extend, pad_left, prefill
-from leank.eval.inference.prompts import Prompt, encode
+from leank.eval.inference.prompts import SPECIALS, Prompt, encode
 from leank.eval.methods import Method
-from leank.eval.rows.result_row import Fidelity
-from leank.eval.run.compression import Compression
+from leank.eval.rows import Fidelity
 from leank.eval.run.fidelity import Compared, Comparison, Continuation, Questions
-from leank.eval.run.settings import Settings
+from leank.typed import BadConfig, Checked, Count, OneOf, Positive
+
+log = logging.getLogger("eval")
+
+COMPRESS = ("after_question", "before_question")
+
+
+@dataclass(frozen=True)
+class Settings(Checked):
+    """Settings of the replay."""
+
+    # "after_question" compresses the whole prompt, "before_question" only what stands before the question
+    compress: Annotated[str, OneOf(*COMPRESS)] = "after_question"
+    batch_size: Positive = 1  # samples of one task and length that are decoded together
+    prefill_chunk: Positive | None = None  # prompt tokens per prefill call; None reads the prompt in one call
+    # max_new_tokens, min_new_tokens: bounds of a reply that replace the benchmark's; None keeps the benchmark's
+    max_new_tokens: Positive | None = None
+    min_new_tokens: Count | None = None
+    # tokens of dense's reply at which every method's next-token distribution is compared with dense's, see
+    # eval.run.fidelity; 0 compares none
+    fidelity: Count = 0
+    # share of dense bytes, or label of a method, that every method is brought to; see eval.run.build
+    match: float | str | None = None
+    # "i/n" does every n-th batch, beginning with batch i (0 is the first), for several GPUs or a Slurm array
+    shard: str = "0/1"
+    # how special tokens in a sample's own text are read, see eval.inference.prompts.encode
+    specials: Annotated[str, OneOf(*SPECIALS)] = "text"
+
+    @property
+    def numbered_shard(self) -> tuple[int, int]:
+        """Number of this shard and number of shards. Raises ValueError if there is no such shard."""
+        number, _, count = self.shard.partition("/")
+        if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+            raise ValueError(f"shard={self.shard!r} is no shard; the first of four is shard=0/4, the last shard=3/4")
+        return int(number), int(count)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.numbered_shard
+        if self.min_new_tokens and self.max_new_tokens and self.min_new_tokens > self.max_new_tokens:
+            raise BadConfig(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
 
 
 @dataclass
@@ -98,6 +142,86 @@ class Decoded:
     asked: Questions | None  # where the cache stood before the reply; None for texts
     question_seconds: float  # spent on reading the questions through the cache
     seconds: float  # spent on decoding, or on reading the texts
+
+
+class Compression:
+    """What a cache with the prompts leaves out of the dense one; `found` is called once replies are there."""
+
+    def __init__(self, method: Method, cache: Cache, prompt: Prefill) -> None:
+        self.method, self.rows = method, len(prompt.logits)
+        self.stores = stores(cache)
+        self.sealed = [store.seen.copy() for store in self.stores]
+        self.dropped = np.zeros(self.rows, dtype=bool)  # by the method's own prefill
+        if prompt.given is not None:
+            self.dropped |= np.array(prompt.given) > prompt.lengths.cpu().numpy()
+        for layer in prompt.layers:
+            if isinstance(layer, PromptLayer) and layer.kept is not None:
+                self.dropped |= ((layer.kept >= 0).sum(-1) < prompt.lengths).cpu().numpy()
+
+    def found(self, fed: Sequence[int], branch: Cache | None = None) -> list[tuple[int, bool]]:
+        """Return per row the middle tokens of the layer with most, and whether less than all of them is held or read.
+
+        fed: per row, the tokens that followed its prompt, given to a copy `branch` of the cache, None = the cache.
+        """
+        held_now = self.stores if branch is None else stores(branch)
+        middle, less = np.zeros(self.rows, dtype=int), self.dropped.copy()
+        budget = getattr(self.method.reads, "budget", None)
+        for store, seen in zip(held_now, self.sealed, strict=True):
+            size = store.sizes
+            start = np.maximum(size.sink, seen - size.window)
+            moved = np.maximum(0, seen + np.array(fed) - start - size.window) // size.flush * size.flush
+            mine = start + moved - size.sink
+            held = (store.prompt.length + store.tail.length).min(-1)
+            narrow = (store.channels.count < store.ring_k.shape[-1]).any(-1) | (held < store.start - size.sink)
+            if store.values is not None:
+                narrow |= (store.values.count < store.ring_v.shape[-1]).any(-1)
+            if store.reads is not None:
+                narrow |= mine > (budget or 0) - size.sink - size.window
+            middle, less = np.maximum(middle, mine), less | (mine > 0) & (narrow | (store.middle.bits is not None))
+        return list(zip(middle.tolist(), less.tolist(), strict=True))
+
+
+@dataclass
+class Warnings:
+    """Warns once per method and cell of scores that say nothing, and stops a run whose dense replies are all broken."""
+
+    said: set[tuple[str, str, str]] = field(default_factory=set)  # those so far, as (message, method, place)
+    dense: int = 0  # samples of the dense method so far
+    broken: int = 0  # those of them with non-finite logits
+
+    def say(self, what: str, method: str, where: str, *values: object) -> None:
+        """Log `what` with method, place and values unless it has been said of them."""
+        if (what, method, where) not in self.said:
+            self.said.add((what, method, where))
+            log.warning(what, method, where, *values)
+
+    def note(self, method: Method, where: str, tokens: int, compressed: bool | None, dense_only: bool,
+            non_finite: int | None) -> None:  # fmt: skip
+        """Note one sample. tokens: of its prompt; the other values are those of its row."""
+        if compressed is False:
+            self.say(
+                "%s, %s: nothing is compressed in a prompt of %d tokens, which sink=%d and window=%d (or a budget) "
+                "hold whole; lower them or use longer prompts",
+                method.label, where, tokens, method.sink, method.window,
+            )  # fmt: skip
+        if dense_only and method.axes:
+            self.say(
+                "%s, %s: a reply rests on the first token alone, which comes from the dense prefill; its score says "
+                "nothing about the method: raise max_new_tokens or use compress=before_question",
+                method.label, where,
+            )  # fmt: skip
+        if non_finite is not None:
+            self.say("%s, %s: non-finite logits at step %d; such a sample scores 0", method.label, where, non_finite)
+        if not method.axes:
+            self.dense, self.broken = self.dense + 1, self.broken + (non_finite is not None)
+
+    def stop_if_broken(self, model: str, dtype: str) -> None:
+        """Raise ValueError if every sample of the dense method so far had non-finite logits."""
+        if self.dense and self.broken == self.dense:
+            raise ValueError(
+                f"of {amount(self.dense, 'sample')} of the dense method so far, all had NaN or infinite logits with "
+                f"model.dtype={dtype}: use model.dtype=bfloat16 or float32, and check the weights of model.name={model}"
+            )
 
 
 def cache_bytes(cache: Cache, prompt: Prefill) -> list[dict[str, float]]:

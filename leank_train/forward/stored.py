@@ -87,12 +87,12 @@ class StoredPass(ScaledPass):
         self.plan = Plan([replace(p, part=p.part + 3) if p.scaled else p for p in self.plan.pieces])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax) -> Tensor:
-        """Attention of this layer's rows, [R, Hq, n, D]. Raises ValueError for soft-capped logits."""
+        """Attention of this layer's rows, [R, Hq, n, D]; ValueError if soft-capped widths are learned."""
         self.check_means(softmax)
-        if softmax.softcap is not None:
+        if softmax.softcap is not None and self.widths[layer].requires_grad:  # a share of 1 adds 0, which is exact
             raise ValueError(
                 "pruning.bytes: this model's softmax has soft-capped logits, under which a head's share does not "
-                "multiply weights; learn a mask, without pruning.bytes"
+                "multiply weights; set stage1.steps=0 for the closed form's layout, or learn a mask"
             )
         keys, values = self.parts(layer, k, v)
         of_keys, share = self.widths[layer][:, :-2], self.widths[layer][:, -1:]  # [H, D], [H, 1]

@@ -5,7 +5,7 @@ a large one empties heads that matter. The right value changes with the objectiv
 lambda makes the mean score follow a line from 1 to 1 - ratio. `Separation` measures how far apart the scores ended.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -78,11 +78,6 @@ class Separation:
         low, high = BETWEEN
         margin = float(above.median() - below.median()) if near else 1.0
         return cls(float(((scores > low) & (scores < high)).double().mean()), margin)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Both numbers by name."""
-        return asdict(self)
 
     def warning(self, ratio: float, steered: float | None = None) -> str | None:
         """Return why the cut at this ratio was arbitrary, and a cure; None if not; steered: the last lambda, if so."""

@@ -12,14 +12,11 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.serialization import MAP_LOCATION
 
 from leank.files import write_bytes
-from leank.mask import refuse_not_finite
-from leank.tensor_files import DamagedFile, read_checkpoint, write_checkpoint
+from leank.tensor_files import read_checkpoint, write_checkpoint
 from leank.typed import BadConfig
 
 BINS = 50  # of the histograms of alpha
 PREVIOUS = "previous.ckpt"
-PARTS = {"state_dict": dict, "loops": dict, "optimizer_states": list, "callbacks": dict,
-         "pytorch-lightning_version": str}  # of a checkpoint; Lightning begins at step 0 without "loops"  # fmt: skip
 
 
 def check_origin(state: object, of: list[str], path: str | Path, cure: str) -> None:
@@ -31,9 +28,9 @@ def check_origin(state: object, of: list[str], path: str | Path, cure: str) -> N
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Checkpoints that appear whole or not at all, and name stage and config (`of`); `PREVIOUS` is an older one."""
 
-    def __init__(self, of: Sequence[str], shape: torch.Size) -> None:
+    def __init__(self, of: Sequence[str]) -> None:
         super().__init__()
-        self.of, self.shape = list(of), shape
+        self.of = list(of)
 
     def save_checkpoint(
         self, checkpoint: Mapping[str, object], path: str | Path, storage_options: object = None
@@ -49,20 +46,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Read a checkpoint without unpickling anything, whatever `weights_only` says.
 
-        Raises DamagedFile, or ValueError for one of another stage or config and scores that are not finite.
+        Raises DamagedFile, or BadConfig for one of another stage or config.
         """
         cure = "remove it to start the stage anew"
         if (previous := Path(path).with_name(PREVIOUS)).exists():
             cure = f"copy {previous} over it to go on from the checkpoint before, or {cure}"
         found = read_checkpoint(path, cure, map_location)
         check_origin(found, self.of, path, cure)
-        for key, kind in PARTS.items():
-            if not isinstance(found.get(key), kind):
-                raise DamagedFile(path, f"it has no {key}", cure)
-        alpha = found["state_dict"].get("alpha")
-        if not isinstance(alpha, torch.Tensor) or alpha.shape != self.shape:
-            raise DamagedFile(path, f"it has no scores of the shape {list(self.shape)}", cure)
-        refuse_not_finite(alpha, cure, str(path))
         return found
 
 

@@ -3,6 +3,7 @@
     python -m scripts.bench.attention layers OUT        # at the published masks (LeanK, figures 5 and 10)
     python -m scripts.bench.attention packed OUT        # middles in 16, 8, 4 and 2 bits
     python -m scripts.bench.attention layouts OUT       # bits of each channel's own, beside dense attention
+    python -m scripts.bench.attention dims OUT          # heads of 64, 128, 192 and 256 channels
 
 All want a GPU, write a CSV file into OUT, and run on random keys. A call is captured in a CUDA graph that rotates over
 copies larger than the L2 cache; times are medians of replays, in microseconds.
@@ -14,6 +15,8 @@ layers    every layer of a published mask, and dense attention: SDPA's kernels, 
 packed    every eighth layer, means
 layouts   a layer of random layouts (`LAYOUTS`), in which every head has other bands, of 8 KV heads with 4 query heads
           each; limit is the time in which the bytes can be read in one piece, middle_bytes the share of the middle
+dims      a layer of a random mask that keeps 30% of the channels in blocks of 32, of 8 KV heads with 4 query heads
+          each; limit_us as the limit of layouts, share_of_limit is limit_us / us
 """
 
 import argparse
@@ -47,6 +50,7 @@ LAYOUTS = {
     0.25: ((0.05, 0.08, 0.45, 0.35, 0.07, 0.0), (0.0, 0.5, 0.5, 0.0)),
     0.40: ((0.0, 0.0, 0.0, 0.5, 0.5, 0.0), (0.0, 0.0, 0.6, 0.4)),
 }
+BLOCK = 32  # channels of a head that a random mask keeps or prunes together
 PACKINGS = {16: None, 8: Packing(8), 4: Packing(4), 2: Packing(2)}  # by bits
 
 
@@ -60,6 +64,7 @@ class Shape:
     kv_heads: int
     batch: int  # rows. context: tokens of each row.
     context: int
+    dim: int = DIM  # channels of a head
 
     @property
     def name(self) -> str:
@@ -69,7 +74,7 @@ class Shape:
     @property
     def bytes(self) -> int:
         """Bytes of K and V of the whole context."""
-        return 2 * self.batch * self.kv_heads * self.context * DIM * DTYPE.itemsize
+        return 2 * self.batch * self.kv_heads * self.context * self.dim * DTYPE.itemsize
 
     def keep(self) -> Tensor:
         """The published mask [L, H, D], True = kept."""
@@ -77,7 +82,7 @@ class Shape:
 
     def query(self) -> Tensor:
         """Random queries of one decode step, [batch, query heads, 1, head_dim]."""
-        return torch.randn(self.batch, 1, self.q_heads, DIM, device="cuda", dtype=DTYPE).transpose(1, 2)
+        return torch.randn(self.batch, 1, self.q_heads, self.dim, device="cuda", dtype=DTYPE).transpose(1, 2)
 
 
 SHAPE_LIST = [
@@ -91,7 +96,7 @@ SHAPE_LIST = [
 
 def make_store(shape: Shape, middle: Middle) -> Store:
     """A sealed layer of one random row, repeated for the batch, with one decoded token in the window."""
-    k, v = torch.randn(2, 1, shape.kv_heads, shape.context, DIM, device="cuda", dtype=DTYPE)
+    k, v = torch.randn(2, 1, shape.kv_heads, shape.context, shape.dim, device="cuda", dtype=DTYPE)
     store = Store(k[:, :, :-1], v[:, :, :-1], None, middle, SIZES)
     if shape.batch > 1:
         store.select(torch.zeros(shape.batch, dtype=torch.long))
@@ -101,7 +106,8 @@ def make_store(shape: Shape, middle: Middle) -> Store:
 
 def needed_bytes(store: Store) -> int:
     """Bytes of K and V that a step must read: sink, window, and what the middle holds."""
-    ends = int((store.sizes.sink + store.seen - store.start).sum()) * store.ring_k.shape[1] * DIM * 2
+    _, heads, _, dim = store.ring_k.shape
+    ends = int((store.sizes.sink + store.seen - store.start).sum()) * heads * dim * 2
     return ends * DTYPE.itemsize + sum(store.prompt.held()) + sum(store.tail.held())
 
 
@@ -132,7 +138,7 @@ def kernel_us(shape: Shape, keep: Tensor, bits: Codec | None = None) -> tuple[fl
     size = needed_bytes(stores[0])
     stores += [make_store(shape, Middle(keep, bits=bits)) for _ in range(copies_of(size) - 1)]
     q, position = shape.query(), (stores[0].seen_dev - 1)[:, None].clone()
-    us = median_us([partial(kernel.attend, store, q, position, DIM**-0.5) for store in stores])
+    us = median_us([partial(kernel.attend, store, q, position, shape.dim**-0.5) for store in stores])
     del stores
     clear()
     return us, size
@@ -144,7 +150,7 @@ def kernel_us(shape: Shape, keep: Tensor, bits: Codec | None = None) -> tuple[fl
 def dense_times(shape: Shape) -> dict[str, float]:
     """Microseconds of each dense attention over the whole context."""
     copies = copies_of(shape.bytes)
-    kv = torch.randn(copies, 2, shape.batch, shape.kv_heads, shape.context, DIM, device="cuda", dtype=DTYPE)
+    kv = torch.randn(copies, 2, shape.batch, shape.kv_heads, shape.context, shape.dim, device="cuda", dtype=DTYPE)
     q, found = shape.query(), {}
     for name, backend in (("SDPA flash", SDPBackend.FLASH_ATTENTION), ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION)):
         try:
@@ -155,7 +161,7 @@ def dense_times(shape: Shape) -> dict[str, float]:
         except RuntimeError as reason:
             print(f"{name} cannot run {shape.name}: {reason}")
     del kv
-    everything = torch.ones(shape.kv_heads, DIM, dtype=torch.bool)
+    everything = torch.ones(shape.kv_heads, shape.dim, dtype=torch.bool)
     found["own kernel, nothing pruned"] = kernel_us(shape, everything)[0]
     return found
 
@@ -243,6 +249,24 @@ def layout(row: Record, shape: Shape, share: float) -> None:
     row["middle_bytes"] = Precision(precision.key_bits[:1], precision.value_bits[:1]).middle_bytes
 
 
+# dims
+
+
+def random_keep(heads: int, dim: int, share: float = 0.3) -> Tensor:
+    """A mask [heads, dim] that keeps so large a share of the blocks of 32 channels, and always the same ones."""
+    blocks = torch.zeros(heads * dim // BLOCK, dtype=torch.bool)
+    kept = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(0))
+    blocks[kept[: round(share * len(blocks))]] = True
+    return blocks.repeat_interleave(BLOCK).view(heads, dim)
+
+
+def long_heads(row: Record, shape: Shape) -> None:
+    """Fill the row of a random mask at one head_dim."""
+    us, size = kernel_us(shape, random_keep(shape.kv_heads, shape.dim))
+    alone = reading_us(size)
+    row.update(us=us, mb=size / 1e6, gb_per_s=size / us / 1e3, limit_us=alone, share_of_limit=alone / us)
+
+
 def dense(row: Record, shape: Shape) -> None:
     """Fill the row of the fastest dense attention."""
     found = dense_times(shape)
@@ -253,13 +277,14 @@ def dense(row: Record, shape: Shape) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["layers", "packed", "layouts"])
+    parser.add_argument("action", choices=["layers", "packed", "layouts", "dims"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--step", type=int, help="every so many layers; default: layers 1, packed 8")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="packed, layouts: of the batch")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="not layers: of the batch")
     parser.add_argument(
-        "--contexts", type=int, nargs="+", default=[4096, 16384, 32768], help="layouts: tokens of a row"
+        "--contexts", type=int, nargs="+", default=[4096, 16384, 32768], help="layouts, dims: tokens of a row"
     )
+    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 192, 256], help="dims: channels of a head")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise SystemExit("these measurements need a CUDA device")
@@ -277,6 +302,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             table.add({**names, "method": "dense"}, partial(dense, shape=shape))
             for share in LAYOUTS:
                 table.add({**names, "method": f"layout {share}"}, partial(layout, shape=shape, share=share))
+    elif args.action == "dims":
+        table = Table(args.out / "dims.csv", ("head_dim", "batch", "context", "method"))
+        for dim, context, batch in product(args.dims, args.contexts, args.rows):
+            shape = replace(SHAPE_LIST[0], batch=batch, context=context, dim=dim)
+            names = {"head_dim": dim, "batch": batch, "context": context}
+            table.add({**names, "method": "dense"}, partial(dense, shape=shape))
+            table.add({**names, "method": "LeanK"}, partial(long_heads, shape=shape))
     else:
         table, keep = Table(args.out / "packed.csv", ("batch", "method", "bits")), SHAPE_LIST[0].keep()
         keep = keep[:: args.step or 8]

@@ -68,8 +68,7 @@ from leank.eval.inference.prefill import Prefill, PromptLayer
 from leank.eval.methods import Method
 from leank.eval.methods.memory import method_bytes
 from leank.eval.run.build import build_methods
-from leank.eval.run.replay import Replay
-from leank.eval.run.settings import Settings
+from leank.eval.run.replay import Replay, Settings
 from scripts.bench.common import (
     PROFILED,
     ROOM,

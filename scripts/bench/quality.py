@@ -33,8 +33,7 @@ from matplotlib.figure import Figure
 
 from leank import stats
 from leank.eval.report.style import INK, SETTINGS, plain, sheet
-from leank.eval.rows.result_row import ResultRow, check_rows
-from leank.eval.rows.results import read
+from leank.eval.rows import ResultRow, check_rows, read
 from leank.files import write_text
 
 ALL = "all"  # the tasks together

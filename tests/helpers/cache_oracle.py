@@ -14,6 +14,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from tests import conftest
 from tests.conftest import ARCHITECTURES as FAMILIES
+from tests.oracles.attention import attention, causal
 
 LAYERS, HEADS, DIM, VOCAB = 2, 2, 8, 89
 SEEDS = st.integers(0, 2**20)
@@ -33,13 +34,15 @@ class OracleLayer(DynamicLayer):
     """Dense keys and values, and per row how many real tokens have left the window.
 
     tokens: bool [B, H, T], the prompt's columns that stay in the middle; joins: bool [H], heads whose middle takes
-    tokens that leave the window; values: bool [H, D], kept channels of V; None = all.
+    tokens that leave the window; values: bool [H, D], kept channels of V; None = all. center: [H, D], what pruned
+    channels of K are read as, 0 by default.
     """
 
-    def __init__(self, keep, sink, window, flush, tokens=None, joins=None, values=None):
+    def __init__(self, keep, sink, window, flush, tokens=None, joins=None, values=None, center=None):
         super().__init__()
         self.keep, self.sink, self.window, self.flush = keep, sink, window, flush
         self.tokens, self.joins, self.values_kept = tokens, joins, values
+        self.center = torch.zeros(keep.shape) if center is None else center
         self.left, self.sealed, self.expected = None, None, 0
 
     def update(self, key_states, value_states, *args, **kwargs):
@@ -97,20 +100,19 @@ class OracleLayer(DynamicLayer):
         for b in range(batch):
             columns = real[b].nonzero()[:, 0]
             index = torch.arange(len(columns))
-            queries = [(t, int((columns < length - new + t).sum())) for t in range(new) if real[b, length - new + t]]
+            rows = real[b, length - new :].nonzero()[:, 0]  # queries that are no padding
             left = self.sink if self.left is None else self.left[b]
             middle = (index >= self.sink) & (index < left)
-            for h in range(q.shape[1]) if queries else ():
+            for h in range(q.shape[1]) if len(rows) else ():
                 keep = self.keep[h // group]
                 k, v = (x[b, h // group, columns].clone() for x in (self.keys, self.values))
-                k[middle] *= keep
+                k[middle] = torch.where(keep, k[middle], self.center[h // group].to(k.dtype))
                 if self.values_kept is not None:
                     v[middle] *= self.values_kept[h // group]
                 gone = middle & (~self.stays(b, h // group, columns) | (not keep.any()))
-                for t, i in queries:
-                    sees = (index <= i) & ~gone
-                    weight = softmax((k[sees] @ q[b, h, t]) * scaling, softcap, None if s_aux is None else s_aux[h])
-                    out[b, h, t] = weight @ v[sees]
+                sees = causal(len(rows), len(columns)) & ~gone
+                one = (x[None, None] for x in (q[b, h, rows], k, v))
+                out[b, h, rows] = attention(*one, scaling, sees, softcap, None if s_aux is None else s_aux[h : h + 1])
         return out
 
 
@@ -134,7 +136,7 @@ class RoundingOracle(OracleLayer):
 
 
 def oracle_cache(keep, sink, window, flush, expected=0, **by_layer):
-    """by_layer: of each layer tokens, joins, values; see OracleLayer."""
+    """by_layer: of each layer tokens, joins, values, center; see OracleLayer."""
     layers = [
         OracleLayer(k, sink, window, flush, **{name: each[i] for name, each in by_layer.items()})
         for i, k in enumerate(keep)
@@ -142,15 +144,6 @@ def oracle_cache(keep, sink, window, flush, expected=0, **by_layer):
     for layer in layers:
         layer.expected = expected
     return Cache(layers=layers)
-
-
-def softmax(logits, softcap=None, sink=None):
-    """Weights of one query and head over logits [T]; the sink is one more logit, whose weight goes nowhere."""
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    if sink is None:
-        return torch.softmax(logits, 0)
-    return torch.softmax(torch.cat([logits, sink[None]]), 0)[:-1]
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **kwargs):
@@ -161,18 +154,11 @@ def _attention(module, query, key, value, attention_mask, scaling=None, softcap=
 
 
 def _sliding(query, key, value, seen, scaling, softcap, s_aux):
-    """A layer that is not compressed, a query and head at a time; seen [B, 1, Q, T] bool."""
-    out, group, (new, length) = torch.zeros_like(query), query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
+    """A layer that is not compressed; seen [B, 1, Q, T] bool."""
     if seen is None or seen.ndim == 2:  # nothing has left the window yet
-        causal = torch.ones(new, length, dtype=torch.bool).tril(length - new)[None, None].expand(len(query), 1, -1, -1)
-        seen = causal if seen is None else causal & seen[:, None, None, :length].bool()
-    for b, h, t in torch.cartesian_prod(*map(torch.arange, query.shape[:3])).tolist():
-        sees = seen[b, 0, t]
-        if sees.any():
-            logits = (key[b, h // group, sees] @ query[b, h, t]) * scaling
-            weight = softmax(logits, softcap, None if s_aux is None else s_aux[h])
-            out[b, h, t] = weight @ value[b, h // group, sees]
-    return out.transpose(1, 2).contiguous()
+        above = causal(query.shape[2], key.shape[2])
+        seen = above if seen is None else above & seen[:, None, None, : key.shape[2]].bool()
+    return attention(query, key, value, scaling, seen, softcap, s_aux).transpose(1, 2).contiguous()
 
 
 def _mask(*args, attention_mask=None, mask_function=causal_mask_function, **kwargs):

@@ -1,7 +1,11 @@
 """Compile the cache's kernels for a GPU on a machine without one: `python -m tests.helpers.compiling 64`.
 
 Triton's interpreter runs Python, and so accepts what the compiler refuses. It must be off, hence a process of its own.
-The number is head_dim. At 128 the loops over channels are there twice and are longer, which takes much more time.
+The number is head_dim, of those that the kernels have. The more channels, the more loops over them there are, and the
+longer each takes to compile. Of the decode kernel it prints a thread's registers and the bytes that it spills, and a
+program's shared memory, as it is launched; for compute capability 9.0, or another: `python -m tests.helpers.compiling
+256 80`.
+
 Versions of Triton refuse different things, so that of each PyTorch for GPUs counts: 2.11 brings 3.6. Another one is put
 before the installed one by `pip install --no-deps --target FOLDER triton==3.6.0` and PYTHONPATH=FOLDER.
 """
@@ -10,16 +14,20 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from tempfile import NamedTemporaryFile
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 from leank.eval.cache.attention import work
 from leank.eval.cache.attention.kernels import banded, choose, decode, evict, packed, ring
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
+from leank.eval.cache.attention.launch import Config, Kernel, moved
+from leank.eval.cache.storage.middle import HEAD_DIMS
 from leank.eval.methods.kernels import rkv as rkv_kernel
 from leank.eval.methods.kernels.rkv import UNIT as WHOLE
 from leank.eval.serving.kernels import paged
@@ -61,15 +69,78 @@ SCORED = {**HEADS, "GROUP": 4, "M": 16, "TILE": 64, "RUN": 8, "C": 16, "STEP": 1
 CHOICE = {"GROUP": 4, "RUN": 8, "WIDTH": 10, "LINES": 64, "LAST": 64}
 
 
-def compiles(function: triton.JITFunction, types: Mapping[str, object], constants: Mapping[str, object]) -> str:
+def made(
+    function: triton.JITFunction,
+    types: Mapping[str, object],
+    constants: Mapping[str, object],
+    warps: int = 4,
+    stages: int = 2,
+    target: GPUTarget = HOPPER,
+) -> CompiledKernel:
     """Compile a kernel; parameters that are neither in `types` nor in `constants` are 32-bit integers.
 
-    Returns Triton's first form of it, in which numbers are still decimal. Raises what Triton raises.
+    Pointers and strides are multiples of 16, as they are in a cache. Raises what Triton raises.
     """
     names = function.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()})
-    return str(triton.compile(source, target=HOPPER, options={"num_warps": 4, "num_stages": 2}).asm["ttir"])
+    places = [place for i, name in enumerate(names) for place in _aligned((i,), signature[name])]
+    aligned = {place: [["tt.divisibility", 16]] for place in places}
+    source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    return triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
+
+
+def _aligned(path: tuple[int, ...], kind: object, name: str = "") -> Iterator[tuple[int, ...]]:
+    """The places of pointers and strides in a parameter, which may be a tuple with names."""
+    if isinstance(kind, tuple):
+        for i, (field, of_field) in enumerate(zip(kind._fields, kind, strict=True)):  # type: ignore[attr-defined]
+            yield from _aligned((*path, i), of_field, field)
+    elif str(kind).startswith("*") or name.endswith(("_b", "_h", "_t")):
+        yield path
+
+
+def compiles(function: triton.JITFunction, types: Mapping[str, object], constants: Mapping[str, object]) -> str:
+    """Compile a kernel, and return Triton's first form of it, in which numbers are still decimal; see `made`."""
+    return str(made(function, types, constants).asm["ttir"])
+
+
+def resources(kernel: CompiledKernel) -> tuple[int, int, int]:
+    """Return registers and bytes spilled of a thread, and bytes of a program's shared memory."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        line = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"\b{name}:(\d+)", said)[1]) for name in ("REG", "STACK"))
+    return registers, stack, kernel.metadata.shared
+
+
+def forms_of(dim: int) -> Iterator[tuple[str, decode.Form, Config]]:
+    """Yield the forms of the decode kernel over 16 bits at one head_dim: names, what it is compiled for, its launch."""
+    group: dict[str, int] = {"ROWS": 4}
+    changes = {
+        "group of 4": group,
+        "counts of any size": {**group, "EVEN": False},
+        "evicts": {**group, "WEIGHTS": True},
+        "pruned V": {**group, "VALUES": triton.next_power_of_2(dim)},
+        **({"32 rows": {"M": 32, "ROWS": 32}} if dim <= 128 else {"group of 16": {"GROUP": 16, "ROWS": 16}}),
+    }
+    for name, change in changes.items():
+        form = FORM._replace(D=dim, **change)
+        config = Kernel()._config(None, dim, form.M)
+        merged = max(1, config.merge // max(form.ROWS, config.warps))
+        yield name, form._replace(WARPS=config.warps, MERGE_LINES=merged), config
+
+
+def report(dim: int, capability: int) -> None:
+    """Print what each form of the decode kernel takes of a multiprocessor."""
+    print(f"head_dim {dim}, sm_{capability}, Triton {triton.__version__}: registers, bytes spilled, shared memory")
+    for name, form, config in forms_of(dim):
+        of_form = {"F": form, "READ": None, "CODES": None}
+        target = GPUTarget("cuda", capability, 32)
+        kernel = made(decode.decode, OF_DECODE, of_form, config.warps, config.stages, target)
+        registers, spilled, shared = resources(kernel)
+        print(f"{name:20} {registers:4} {spilled:5} {shared:8,}", flush=True)
+        assert spilled <= 8, f"{name} spills {spilled} bytes of registers"  # one form does at 128, and one at 256
 
 
 def powers(text: str, dtype: str) -> set[float]:
@@ -94,13 +165,7 @@ def wrong_units(text: str, bits: int) -> str:
 
 def main(dim: int) -> None:
     """Compile the forms that differ in what a constant switches on, at one head_dim."""
-    form, move = FORM._replace(D=dim), {**MOVE, "D": dim}
-    for change in ({"VALUES": dim // 2}, {"WEIGHTS": True}):
-        compiles(decode.decode, OF_DECODE, {"F": form._replace(**change), "READ": None, "CODES": None})
-    for bits in (8, 2):
-        codec = {"READ": packed.read, "CODES": packed.Codes(bits, 32, True)}
-        text = compiles(decode.decode, OF_DECODE, {"F": form, **codec})
-        assert not (wrong := wrong_units(text, bits)), f"{wrong}; Triton may have made 0 of one"
+    form, move = FORM._replace(D=dim), {**MOVE, "D": dim, "TILE": moved(dim)}
     for change in ({}, {"VALUES": 1}, {"PAGE": 1}):
         compiles(ring.move, OF_MOVE, {**move, **change})
     page = {**HEADS, "D": dim, "PAGE": 64}
@@ -111,6 +176,12 @@ def main(dim: int) -> None:
     compiles(rkv_kernel.rank, OF_RKV, {**keys, "KERNEL": 7, "UNIT": WHOLE})
     for change in ({}, {"PAGE": 0}):
         compiles(rkv_kernel.repeats, OF_RKV, {**keys, "BLOCK": 64, "SPAN": 1024, "UNIT": WHOLE, **change})
+    if dim not in HEAD_DIMS:
+        return
+    for bits in (8, 2):
+        codec = {"READ": packed.read, "CODES": packed.Codes(bits, 32, True)}
+        text = compiles(decode.decode, OF_DECODE, {"F": form, **codec})
+        assert not (wrong := wrong_units(text, bits)), f"{wrong}; Triton may have made 0 of one"
     compiles(choose.attend, OF_CHOSEN, {**CHOSEN, "D": dim, "C": dim})
     for bits, label_step in ((16, 8), (4, 16)):
         labels = {**SCORED, "D": dim, "LABEL_STEP": label_step, "BITS": bits}
@@ -133,4 +204,5 @@ def main(dim: int) -> None:
 
 
 if __name__ == "__main__":
+    report(int(sys.argv[1]), int((sys.argv[2:] or ["90"])[0]))
     main(int(sys.argv[1]))

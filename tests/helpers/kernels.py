@@ -17,6 +17,7 @@ from leank.eval.cache.storage.banded import Banded  # noqa: E402
 from leank.eval.cache.storage.channels import KeptChannels  # noqa: E402
 from leank.eval.cache.storage.middle import Middle  # noqa: E402
 from leank.eval.cache.storage.store import Store  # noqa: E402
+from tests.helpers.poisoned import poison_new, poisoned_memory  # noqa: E402, F401
 from tests.oracles import cache_attention as naive  # noqa: E402
 
 
@@ -67,25 +68,6 @@ def poison(store):
                     pages[first - 1, :, rest:] = torch.nan
             if segment.values is None:
                 v[n:] = torch.nan
-
-
-def poison_new(patch):
-    """Let new tensors hold NaN as long as the pytest.MonkeyPatch lasts; bytes hold ones, of which scales are NaN."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        if tensor.dtype == torch.uint8:
-            return tensor.fill_(255)
-        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
-
-    patch.setattr(torch, "empty", poisoned)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    """`poison_new` in every test of a file that imports this."""
-    poison_new(monkeypatch)
 
 
 def error(kernel, store, q, position, scaling=0.2):

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 
-from leank.eval.rows.results import Results
+from leank.eval.rows import Results
 
 
 def row(method, sample, score, task="vt", length=4096, config=None, **more):

@@ -7,8 +7,19 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from leank.allocation import allocate, blocks, check_align, first_gains, gains, hull, key_costs, value_costs
-from leank.precision import KEY_BITS, ROOM, VALUE_BITS, Precision
+from leank.allocation import (
+    allocate,
+    blocks,
+    channel_scores,
+    check_align,
+    first_gains,
+    gains,
+    hull,
+    key_costs,
+    value_costs,
+)
+from leank.mask import ChannelMask
+from leank.precision import KEY_BITS, ROOM, Precision
 from tests.helpers.layouts import loss_of, random_losses
 
 DIM = 2 * ROOM
@@ -78,7 +89,6 @@ def test_layouts_are_nested(seed, budgets):
         assert loss_of(large, *given) <= loss_of(small, *given) + 1e-12
     for layout, budget in zip(layouts, sorted(budgets), strict=True):
         assert layout.middle_bytes <= budget * (1 + 1e-9)
-        assert layout.key_bits.unflatten(-1, (-1, ROOM)).sort(-1).values.shape[-1] == ROOM
         for bits in KEY_BITS:
             assert ((layout.key_bits == bits).sum(-1) % ROOM == 0).all()
 
@@ -97,15 +107,29 @@ def test_channels_of_a_block_are_alike():
     assert torch.equal(sorted_.key_bits[:, :, mixed], shuffled.key_bits)
 
 
-def test_bytes_are_those_of_a_cache():
-    keys, values, empty = random_losses(1)
-    (layout,) = allocate(keys, values, empty, [0.4])
-    costs = dict(zip(KEY_BITS, key_costs().tolist(), strict=True))
-    of_values = dict(zip(VALUE_BITS, value_costs(DIM).tolist(), strict=True))
-    bits = sum(costs[b] for b in layout.key_bits.flatten().tolist())
-    kept = layout.keep.any(-1).flatten().tolist()
-    bits += sum(of_values[b] for b, keeps in zip(layout.value_bits.flatten().tolist(), kept, strict=True) if keeps)
-    assert layout.middle_bytes == pytest.approx(bits / (32 * layout.key_bits.numel()))
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 10**6), price=st.floats(0, 2))
+def test_no_mask_is_better_than_the_best_scores_at_any_price_of_a_channel(seed, price):
+    generator = torch.Generator().manual_seed(seed)
+    pruned = torch.rand(1, 2, 4, generator=generator, dtype=torch.float64) ** 3
+    empty = pruned.sum(-1) * torch.rand(1, 2, generator=generator, dtype=torch.float64) * 3
+
+    def price_of(keep):
+        lost = torch.where(keep.any(-1), (pruned * ~keep).sum(-1), empty)
+        return float(lost.sum() + price * keep.sum())
+
+    every = [torch.tensor(keep).view(1, 2, 4) for keep in product([False, True], repeat=8)]
+    scores = channel_scores(pruned, empty, 1)
+    cuts = [scores >= least for least in [*scores.flatten(), 2]]
+    assert min(map(price_of, cuts)) == pytest.approx(min(map(price_of, every)))
+
+
+def test_channels_of_a_block_have_neighbouring_scores():
+    generator = torch.Generator().manual_seed(0)
+    scores = channel_scores(torch.rand(2, 3, 8, generator=generator), torch.rand(2, 3, generator=generator), 4)
+    for ratio in (0.25, 0.5, 0.75):
+        mask = ChannelMask.from_scores(scores, ratio, 4, "exact")
+        assert torch.equal(mask.keep, scores >= scores.quantile(ratio))
 
 
 def test_the_hull_leaves_out_what_no_budget_takes():

@@ -3,7 +3,6 @@
 import copy
 import importlib.util
 import json
-import math
 import shutil
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ from tokenizers import normalizers
 from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
 
 from leank import backbone, smollm2
-from leank.backbone import Backbone, eos_ids, not_finite
+from leank.backbone import Backbone, eos_ids
 from leank.data_gen import haystack
 from leank.data_gen.tasks import Mixture
 from leank.eval.benchmarks.base import Row
@@ -82,11 +81,11 @@ def test_any_override_answers_in_one_line_or_loads(model_folder, data):
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("config.json", {"num_hidden_layers": "x"}, r"has a config that cannot be read \(Strict.*; copy it again"),
-        ("config.json", {"num_attention_heads": 0}, "has a config that cannot be read"),
-        ("config.json", {"hidden_act": "x"}, r"cannot be loaded \(KeyError: 'x'\); copy its files again"),
-        ("tokenizer.json", {"model": {}}, "has a tokenizer that cannot be read .*; copy its files again"),
-        ("tokenizer_config.json", {"model_max_length": "x"}, "has a tokenizer that cannot be read"),
+        ("config.json", {"num_hidden_layers": "x"}, r"cannot be loaded \(Strict.*copied again"),
+        ("config.json", {"num_attention_heads": 0}, "cannot be loaded"),
+        ("config.json", {"hidden_act": "x"}, r"cannot be loaded \(KeyError: 'x'\)\. Set model\.name"),
+        ("tokenizer.json", {"model": {}}, "cannot be loaded .*copied again"),
+        ("tokenizer_config.json", {"model_max_length": "x"}, "cannot be loaded"),
         ("tokenizer_config.json", {"chat_template": "{{ 1/0 }}"}, "its chat template fails .*; set chat=False"),
     ],
 )
@@ -165,26 +164,6 @@ def test_pieces_of_a_prompt_have_the_tokens_of_the_whole(kind, name):
             assert end == words.eos_token_id
             odd += loaded.encode_context(texts[0]) + question + answer != whole
     assert odd <= 1  # a document may end within a token
-
-
-TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(TYPES),
-            st.lists(st.floats(-6e4, 6e4) | st.sampled_from([math.nan, math.inf, -math.inf]), max_size=40),
-        )
-    )
-)
-def test_the_tensors_with_a_number_that_is_none(given_tensors):
-    tensors = {}
-    for number, (dtype, values) in enumerate(given_tensors):
-        plain = torch.tensor(values, dtype=torch.float64)
-        tensors[str(number)] = (plain if dtype.is_floating_point else torch.nan_to_num(plain, 0, 1, -1)).to(dtype)
-    wanted = [name for name, tensor in tensors.items() if not all(map(math.isfinite, tensor.double().tolist()))]
-    assert not_finite(tensors.items()) == wanted
 
 
 CONTEXT, QUESTION, PREFIX = "A document about ships.", "\nWhat is it about?", " It is about"

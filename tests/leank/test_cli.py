@@ -5,16 +5,15 @@ import logging
 import os
 import re
 import resource
-import shutil
 import signal
 from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir, initialize_config_module
-from hydra.errors import ConfigCompositionException, HydraException
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
 
-from leank.cli import FULL, ending, launch, leave_no_trace, refusal, refuse
+from leank.cli import FULL, ending, launch, leave_no_trace
 from leank.errors import out_of_memory
 
 SAID = """In 'eval': Could not find 'experiment/nope'
@@ -41,30 +40,6 @@ def test_hydra_s_message_is_one_line(monkeypatch):
         "reference_ruler; see --help"
     )
     assert FULL not in os.environ
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("benchmark.lengthz=[512]", r"Could not override 'benchmark\.lengthz' \(did you mean lengths\?\)$"),
-        ("benchmrk.lengths=[512]", r"Could not override 'benchmrk\.lengths' \(did you mean benchmark\?\)$"),
-        ("method=[dense,leenk]", r"Could not load 'method/leenk' \(did you mean leank\?\)$"),
-        ("model=reference_", r"Could not find 'model/reference_' Available options .* \(did you mean reference\?\)$"),
-        ("cache.zzz=1", r"Could not override 'cache\.zzz': there is no cache\.zzz; \+cache\.zzz=VALUE adds one$"),
-        ("qqqqqqq=1", "Could not override 'qqqqqqq'$"),
-        ("model=3", r"a group takes the name of a file \(Config group override must be .* Got int\)$"),
-        ("experiment=reference_ruler", r"use \+experiment=reference_ruler$"),
-        ("name=a=b", r"'name=a=b' cannot be read; a value with .* needs quotes of its own, such as 'name=\"a b\"'$"),
-        ("name=🙂\n", r"'name=🙂\\n' cannot be read"),
-        ("hydra.run.dir=null", r"override hydra\.run\.dir=null: field 'hydra\.run\.dir' is not Optional$"),
-        ("hydra.mode=foo", r"override hydra\.mode=foo: Invalid value 'foo', expected one of \[RUN, MULTIRUN\]$"),
-    ],
-)
-def test_what_may_be_meant(override, said):
-    refused = pytest.raises((HydraException, ValueError))
-    with refused as caught, initialize_config_module("leank.conf.eval", version_base="1.3"):
-        compose("eval", overrides=[override], return_hydra_config=True)
-    assert re.search(said, refusal(caught.value))
 
 
 @pytest.mark.parametrize(
@@ -98,31 +73,6 @@ def test_a_log_that_cannot_be_written_is_no_traceback(capsys, monkeypatch):
 
     launch(main, "eval")
     assert capsys.readouterr().err == ""
-
-
-SLURM = ["-m", "+experiment=llama_70pct", "hydra/launcher=slurm", "seed=1,2"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "slurm", "said"),
-    [
-        (SLURM, True, None),
-        (SLURM, False, "leank_train: hydra/launcher=slurm needs Slurm, which this machine does not have"),
-        ([*SLURM, "--cfg", "job"], False, None),
-        (SLURM[1:], True, "hydra/launcher=slurm makes a job of each member of a sweep; add -m"),
-        (["-m", "++hydra/launcher=slurm_cpu"], False, r"hydra/launcher=slurm_cpu needs Slurm"),
-        (["-m", "+experiment=a,b/c,d", "seed=1,2"], True, "experiment=a,b/c,d: a sweep has one experiment"),
-        (["+experiment=a,b/c,d"], True, None),
-        (["--multirun", "+experiment=[a,b]"], True, None),
-    ],
-)
-def test_command_lines_that_cannot_be_meant(monkeypatch, arguments, slurm, said):
-    monkeypatch.setattr(shutil, "which", lambda program: f"/usr/bin/{program}" if slurm else None)
-    if said is None:
-        refuse(arguments, "train")
-        return
-    with pytest.raises(SystemExit, match=said):
-        refuse(arguments, "train")
 
 
 def test_a_refused_run_leaves_no_folder_and_others_stay(tmp_path, monkeypatch):

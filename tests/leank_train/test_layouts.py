@@ -22,7 +22,7 @@ from leank_train.layouts import LayoutStage, Losses, closed_form
 from leank_train.objective.distill import counted
 from leank_train.objective.kl import kl_loss
 from leank_train.settings import check
-from leank_train.stages import PruningConfig, Stage, StageConfig, read
+from leank_train.stages import PruningConfig, StageConfig, read
 from leank_train.train import run
 from tests.conftest import tiny_model
 from tests.helpers.layouts import loss_of, random_losses
@@ -71,14 +71,6 @@ def test_a_run_leaves_a_layout_for_every_budget(finished):
     assert ((path >= 0) & (path <= 1)).all()
 
 
-def test_the_same_command_again_does_no_step_and_gives_the_same(finished, model_folder, monkeypatch):
-    files = [f"{name}.safetensors" for name in BUDGETS]
-    before = {f: (finished / f).read_bytes() for f in files}
-    monkeypatch.setattr(Stage, "training_step", lambda *args: pytest.fail("a step was taken"))
-    run(settings(model_folder, *LAYOUTS), finished)
-    assert {f: (finished / f).read_bytes() for f in files} == before
-
-
 def test_a_run_that_was_killed_ends_as_one_that_was_not(finished, model_folder, tmp_path):
     assert killed(lambda: (at_step(4), run(settings(model_folder, *LAYOUTS), tmp_path)))
     run(settings(model_folder, *LAYOUTS, "validation.heldout=0"), tmp_path)
@@ -93,6 +85,19 @@ def test_without_steps_the_closed_form_gives_the_layouts(finished, model_folder,
     assert torch.equal(mine.key_bits, beside.key_bits)
     assert torch.equal(mine.value_bits, beside.value_bits)
     assert not (tmp_path / "masks/closed_form.safetensors").exists()
+
+
+def test_without_steps_and_budget_the_closed_form_gives_nested_masks(model_folder, tmp_path):
+    given = [setting for setting in LAYOUTS if "bytes" not in setting and "nested" not in setting]
+    run(settings(model_folder, *given, "stage1.steps=0", "pruning.ratio=0.5", "pruning.nested=[0.75]"), tmp_path)
+    wide, narrow = (ChannelMask.load(tmp_path / name) for name in ("mask.safetensors", "masks/mask_75pct.safetensors"))
+    assert (wide.pruning_ratio, narrow.pruning_ratio) == (0.5, 0.75)
+    assert (narrow.keep <= wide.keep).all()
+    assert wide.mean_keys is not None
+    scores = load_file(tmp_path / "alpha.safetensors")
+    assert torch.equal(scores["alpha"], scores["stage1"])
+    assert scores["alpha"].unique().numel() == scores["alpha"].numel()  # every channel has its rank
+    assert {"leank", "mask_75pct"} < {*json.loads((tmp_path / "metrics.json").read_text())["verdict"]["kl"]}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -155,19 +160,12 @@ def test_the_gradient_keeps_the_bytes(budget):
     torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02 * float(wanted.abs().max()))
 
 
-def test_factors_of_one_give_the_closed_form():
-    closed = Losses(*random_losses(3, heads=3, blocks=3))
-    stage = stage_of(closed)
-    stage.path.fill_(0.5)
-    for mine, layout in zip(allocate(*stage.losses(), [0.2, 0.4]), allocate(*closed, [0.2, 0.4]), strict=True):
-        assert torch.equal(mine.key_bits, layout.key_bits)
-        assert torch.equal(mine.value_bits, layout.value_bits)
-
-
 def test_a_larger_factor_gets_more_bytes():
     closed = Losses(*random_losses(3, heads=3, blocks=3))
     stage = stage_of(closed)
     stage.path.fill_(0.5)
+    for mine, of_closed in zip(stage.losses(), closed, strict=True):  # factors of one
+        torch.testing.assert_close(mine, of_closed)
     budgets = [0.15, 0.2, 0.3, 0.4]
     before = allocate(*closed, budgets)
     stage.path[0, 1] = 1.0

@@ -133,7 +133,7 @@ def test_a_text_of_the_users_is_trained_on_and_a_short_one_refused(model_folder,
             "".join(f"A red house {i} stands here.\n" for i in range(30)),
             r"data\.text='.*' has \d+ tokens .* data\.max_length=420; give a longer text",
         ),
-        ("\n", r"data\.text='.*own\.txt' \(split='train'\) holds no sentences"),
+        ("\n", r"data\.text: essays='.*own\.txt' \(split='train'\) holds no sentences"),
     ):
         own.write_text(content)
         for cached in (haystack.sentences, haystack._read, haystack.known_by):

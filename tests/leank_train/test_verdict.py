@@ -13,9 +13,9 @@ from leank import backbone as backbones
 from leank.eval.benchmarks.ruler import Ruler
 from leank.eval.inference.models import ModelConfig, load_model
 from leank.eval.methods import build_method
-from leank.eval.rows.results import Collected
+from leank.eval.rows import Collected
 from leank.eval.run.job import Job
-from leank.eval.run.settings import Settings
+from leank.eval.run.replay import Settings
 from leank.mask import ChannelMask
 from leank.shape import kv_shape
 from leank.shipped import SHIPPED

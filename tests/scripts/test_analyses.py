@@ -8,7 +8,7 @@ from inspect import signature
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from leank.channel_scores import lowest_frequencies
@@ -27,8 +27,9 @@ from scripts.analyses.lethe import growth, head_similarity, held_while_decoding,
 from scripts.analyses.source import Source
 from scripts.analyses.table import PLACE, Table
 from scripts.analyses.think import UNIFORM, magnitudes, singular_energy
-from tests import ROOT
+from tests import ROOT, conftest
 from tests.helpers.text_tokenizers import tokenizer
+from tests.oracles.attention import weights
 from tests.oracles.plain_forward import plain_forward
 
 LAYERS, HEADS, GROUP, DIM = 3, 2, 2, 8
@@ -36,14 +37,11 @@ LENGTH = 320  # the shortest at which the tasks of these tests have room
 
 
 @functools.cache
-def tiny_model() -> LlamaForCausalLM:
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer("reference")), hidden_size=32, intermediate_size=40, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS * GROUP, num_key_value_heads=HEADS, head_dim=DIM, initializer_range=0.3,
+def tiny_model() -> PreTrainedModel:
+    return conftest.tiny_model(
+        "llama", 3, vocab_size=len(tokenizer("reference")), intermediate_size=40, num_hidden_layers=LAYERS,
         max_position_embeddings=1024, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
-    return LlamaForCausalLM(config).double().eval().requires_grad_(False)
 
 
 def source(mask: bool = False) -> Source:
@@ -87,8 +85,7 @@ def qkv(ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 def attention(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """The whole matrix of causal attention weights [Hq, T, T]."""
-    logits = q @ k.mT / DIM**0.5
-    return logits.masked_fill(~torch.ones(logits.shape[-2:], dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+    return weights(q[None], k[None])[0]
 
 
 def only(table, **wanted):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from leank.eval.rows.results import key_of, read
+from leank.eval.rows import key_of, read
 from leank_train.train import run
 from tests import ROOT
 from tests.helpers.local_slurm import LocalSlurm, missing

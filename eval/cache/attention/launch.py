@@ -25,7 +25,8 @@ from leank.eval.cache.storage.store import GROWTH, Store
 from leank.eval.cache.storage.upload import scratch, update, upload
 
 MAX_ROWS = 32  # query tokens x heads of a group in one tile; more query tokens take several passes, called chunks
-MOVED = 32  # tokens that a program of `move` holds in registers at a time
+LONG_ROWS = 16  # the same in heads of more than 128 channels, of which 32 rows do not fit a thread's 255 registers
+MOVED = 4096  # numbers of K, and of V, that a program of `move` holds in registers at a time
 MAX_CHUNKS = 4  # chunks in one launch; the limit bounds the scratch memory
 AHEAD = 4 * PAGE_ROOM  # bytes of pages that a program may ask for before it needs them, where that is a choice
 SHARED = 208_000  # bytes that a program has for them at most
@@ -49,6 +50,11 @@ def has_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def moved(dim: int) -> int:
+    """Tokens that a program of `move` holds in registers at a time."""
+    return min(32, MOVED // triton.next_power_of_2(dim))
+
+
 @dataclass(frozen=True)
 class Config:
     """How the decode kernel is launched."""
@@ -69,6 +75,8 @@ class Config:
 
 
 WIDE = Config(warps=8)  # for tiles of more than 16 rows
+# For heads of more than 128 channels: a program has as many warps, and asks for as many bytes ahead, as two of 128.
+LONG = Config(warps=8, per_sm=1)
 # With a page more on its way, 8 warps' pages of 128 channels take 147 KB, and two programs do not fit a multiprocessor.
 WIDE_PACKED = replace(WIDE, stages=2, pdl=False)
 # By bits: the costs of a packed middle follow its bytes, and it gained nothing from programmatic dependent launch.
@@ -339,7 +347,7 @@ class Kernel(Plain):
                 *(slots, store.sizes.window, store.sizes.flush),
                 H=heads,
                 D=dim,
-                TILE=MOVED,
+                TILE=moved(dim),
                 PAGE=tail.page,
                 VALUES=int(store.values is not None),
             )
@@ -361,7 +369,8 @@ class Kernel(Plain):
         if plan.codec is not None and not scaling > 0:
             raise ValueError(f'scaling={scaling} of logits must be positive for a packed middle; use backend="torch"')
         queries, group = q.shape[2], q.shape[1] // store.ring_k.shape[1]
-        tile_rows = min(MAX_ROWS, max(16, triton.next_power_of_2(group * queries)))
+        most = MAX_ROWS if q.shape[-1] <= 128 else LONG_ROWS
+        tile_rows = min(most, max(16, triton.next_power_of_2(group * queries)))
         per_chunk = tile_rows // group
         at_once = per_chunk if store.eviction is not None else MAX_CHUNKS * per_chunk
         if queries > at_once:
@@ -380,11 +389,12 @@ class Kernel(Plain):
         """Attention of q [B, Hq, Q, D] in tiles of tile_rows rows, of which the first `rows` may hold a query."""
         (batch, q_heads, queries, dim), heads = q.shape, store.ring_k.shape[1]
         codec, group = plan.codec, q_heads // heads
-        config = self._config(codec, tile_rows, plan.few)
+        config = self._config(codec, dim, tile_rows, plan.few)
         pdl = config.pdl and has_dependent_launch(q.device)
         chunks = -(-queries // (tile_rows // group))
         most = batch * heads + plan.programs  # upper bound on partial results, for any table
-        partials, stats, done = self._scratch(chunks * most * rows, dim, chunks * batch * heads, q.device)
+        padded = triton.next_power_of_2(dim)
+        partials, stats, done = self._scratch(chunks * most * rows, padded, chunks * batch * heads, q.device)
         out = torch.empty(batch, queries, q_heads, dim, dtype=q.dtype, device=q.device)
         form = decode.Form(
             H=heads,
@@ -428,15 +438,15 @@ class Kernel(Plain):
         old = store.plan if isinstance(store.plan, LaunchPlan) else None
         if old is not None and old.version == store.version:
             return old
-        batch, heads = store.ring_k.shape[:2]
+        (batch, heads), dim = store.ring_k.shape[:2], store.ring_k.shape[-1]
         device = store.ring_k.device
         codec = kernels_of(store)
-        programs = self.programs or multiprocessors(device) * self._config(codec, 16).per_sm
+        programs = self.programs or multiprocessors(device) * self._config(codec, dim, 16).per_sm
         parts = work.parts(store)
         if codec is not None and codec.heads is not None:
             _say(parts, work.Part, codec.heads[:, :2])
         few = int(parts[parts[:, work.Part.KIND] >= work.PROMPT, work.Part.TOKENS].sum()) < FEW * PAGE * programs
-        config = self._config(codec, 16, few)
+        config = self._config(codec, dim, 16, few)
         share = 1.0 if codec is None else codec.share
         lines = work.cut(parts, programs, config.tile, share * config.slow, config.per_tile, config.piece)
         if codec is not None and codec.heads is not None:
@@ -454,13 +464,15 @@ class Kernel(Plain):
         store.plan = plan
         return plan
 
-    def _config(self, codec: CodecKernels | None, tile_rows: int, few: bool = False) -> Config:
+    def _config(self, codec: CodecKernels | None, dim: int, tile_rows: int, few: bool = False) -> Config:
         if codec is not None and (tile_rows > 16 or self.config is None):
             return codec.config(tile_rows, few)
+        if dim > 128 and self.config is None:
+            return LONG
         return WIDE if tile_rows > 16 else self.config or Config()
 
     def _scratch(self, lines: int, dim: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Partial results [lines, D], their (max, sum) [lines, 2], and counters, which a launch leaves at zero."""
+        """Partial results [lines, dim], their (max, sum) [lines, 2], and counters, which a launch leaves at zero."""
         self._partials = scratch(self._partials, lines * (dim + 2), device)
         self._done = scratch(self._done, counters, device)
         return self._partials, self._partials[lines * dim :], self._done

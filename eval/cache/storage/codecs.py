@@ -159,9 +159,13 @@ class PageCodec(BandCodec):
 
 @dataclass(frozen=True)
 class OfHeads(BandCodec):
-    """One band in every head, of the codecs of K and of V of each head, or one pair for all; without groups."""
+    """One band in every head, of the codecs of K and of V of each head, or one pair for all; all of the same groups."""
 
     heads: tuple[tuple[PageCodec, PageCodec], ...]
+
+    @property
+    def group(self) -> int:  # type: ignore[override]
+        return self.heads[0][0].group
 
     def _of(self, head: int) -> tuple[PageCodec, PageCodec]:
         return self.heads[head % len(self.heads)]

@@ -16,6 +16,9 @@ from leank.eval.cache.storage.codecs import Codec
 from leank.eval.cache.storage.eviction import Eviction
 from leank.eval.cache.storage.segment import Extent, Segment, TokenSegment
 
+HEAD_DIMS = (64, 128)  # of all kernels over a middle
+LONG_HEAD_DIMS = (*HEAD_DIMS, 192, 256)  # of the one over numbers in 16 bits that reads every token
+
 
 class ReadChoice(Protocol):
     """Which tokens of the middle a query reads.
@@ -94,6 +97,11 @@ class Middle:
         if self.reads is not None and self.bits is not None:
             return "the kernel that reads chosen tokens does not unpack numbers, this method stores them in fewer bits"
         return None if self.bits is None else self.bits.why_not_kernel
+
+    @property
+    def kernel_dims(self) -> tuple[int, ...]:
+        """The head_dims that the kernel over such a middle has."""
+        return HEAD_DIMS if self.bits is not None or self.reads is not None else LONG_HEAD_DIMS
 
     @property
     def labels(self) -> Tensor | None:

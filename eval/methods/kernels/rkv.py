@@ -4,7 +4,8 @@ Of all cosines, single ones count only where the latest token that is like anoth
 tokens are products with one vector: sum_i cos(k_i, k_j) = (k_j / |k_j|) . sum_i k_i / |k_i|.
 
 Keys come in two forms: a tensor [B, H, T, D] by strides (PAGE = 0), or pages (eval.cache.storage.segment). The norm
-of a token that is padding, or whose key is zero, is inf: it is like no other, and others are not like it.
+of a token that is padding, or whose key is zero, is inf: it is like no other, and others are not like it. P is the
+power of two that is at least D.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from leank.eval.cache.attention.kernels.parts import columns
 from leank.eval.cache.storage.segment import PAGE, Segment, round_up
 
 UNIT = float(1 << 40)  # of cosines that are added up as whole numbers
@@ -25,14 +27,15 @@ UNIT = float(1 << 40)  # of cosines that are added up as whole numbers
 
 @triton.jit
 def _keys(k, t, tokens, count, step, D: tl.constexpr, PAGE: tl.constexpr):
-    """Keys [D, len(t)] of the tokens t, of any numbers past the last; step: between tokens where there are no pages."""
-    d = tl.arange(0, D)
+    """Keys [P, len(t)] of the tokens t, of any numbers past the last; step: between tokens where there are no pages."""
+    d = tl.arange(0, triton.next_power_of_2(D))
     if PAGE:
         there = (d < count)[:, None] & (t < tl.cdiv(tokens, PAGE) * PAGE)[None, :]  # whole pages are read faster
         line = (t // PAGE) * (count * PAGE) + t % PAGE
         x = tl.load(k + (line[None, :] + d[:, None] * PAGE), mask=there, other=0.0)
     else:
-        x = tl.trans(tl.load(k + (t.to(tl.int64)[:, None] * step + d[None, :]), mask=(t < tokens)[:, None], other=0.0))
+        there = columns(t < tokens, d, D)
+        x = tl.trans(tl.load(k + (t.to(tl.int64)[:, None] * step + d[None, :]), mask=there, other=0.0))
     return x
 
 
@@ -68,7 +71,7 @@ def repeats(
     k, n, count = _head(k, places, length_ptr, place, k_b, k_h, tokens, H, D, PAGE)
     norm += place * most
     if block * BLOCK < n:
-        i, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
+        i, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, triton.next_power_of_2(D))
         rows = tl.trans(_keys(k, i, n, count, k_t, D, PAGE))
         own = tl.load(norm + i)
         counts = own < float("inf")
@@ -90,7 +93,8 @@ def repeats(
             there = counts[:, None] & (d < count)[None, :]
             x = tl.load(k + (line[:, None] + d[None, :] * PAGE), mask=there, other=0.0)
         else:
-            x = tl.load(k + (latest.to(tl.int64)[:, None] * k_t + d[None, :]), mask=counts[:, None], other=0.0)
+            there = columns(counts, d, D)
+            x = tl.load(k + (latest.to(tl.int64)[:, None] * k_t + d[None, :]), mask=there, other=0.0)
         cosine = tl.sum(tl.where(counts[:, None], rows.to(tl.float32) * x.to(tl.float32), 0.0), 1)
         cosine = cosine / own / tl.load(norm + latest)
         tl.atomic_add(repeated + place * most + latest, (cosine * UNIT).to(tl.int64), mask=counts)
@@ -102,9 +106,10 @@ def measure(
     H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):
     """Program place: norms [B, H, most] of a head's keys in pages, and the sum [B, H, D] of keys over their norms."""
-    place, d = tl.program_id(0).to(tl.int64), tl.arange(0, D)
+    P: tl.constexpr = triton.next_power_of_2(D)
+    place, d = tl.program_id(0).to(tl.int64), tl.arange(0, P)
     k, n, count = _head(k, places, length_ptr, place, 0, 0, 0, H, D, PAGE)
-    sums = tl.zeros([D], tl.float32)
+    sums = tl.zeros([P], tl.float32)
     for at in range(0, most, TILE):
         t = at + tl.arange(0, TILE)
         x = tl.where((t < n)[None, :], _keys(k, t, n, count, 0, D, PAGE).to(tl.float32), 0.0)
@@ -113,7 +118,10 @@ def measure(
         sums += tl.sum(x / length[None, :], 1)
         tl.store(norm + place * most + t, length)
         tl.store(repeated + place * most + t, tl.zeros([TILE], tl.int64))
-    tl.store(total + place * D + d, sums)
+    if P > D:
+        tl.store(total + place * D + d, sums, mask=d < D)
+    else:
+        tl.store(total + place * D + d, sums)
 
 
 @triton.jit
@@ -126,13 +134,15 @@ def rank(
     norm, total, repeated: of `measure` and `repeats`
     scores: [B, H, columns] fp32, those of the middle behind `sink` others, zeros past the last token held
     """
-    place, d = tl.program_id(0).to(tl.int64), tl.arange(0, D)
+    P: tl.constexpr = triton.next_power_of_2(D)
+    place, d = tl.program_id(0).to(tl.int64), tl.arange(0, P)
     k, n, count = _head(k, places, length_ptr, place, 0, 0, 0, H, D, PAGE)
     norm += place * most
     repeated += place * most
     ranked += place * most
     scores += place * columns
-    sums = tl.load(total + place * D + d)
+    total += place * D
+    sums = tl.load(total + d, mask=d < D, other=0.0) if P > D else tl.load(total + d)
 
     largest, every = tl.full([TILE], float("-inf"), tl.float32), tl.zeros([TILE], tl.float32)
     for at in range(0, n, TILE):
@@ -180,14 +190,17 @@ class Tiles(NamedTuple):
     stages: int = 3
 
 
-DEFAULT = Tiles()
+def tiles_of(dim: int) -> Tiles:
+    """How tokens with keys of so many channels are compared; 128 of more than 128 do not fit a thread's registers."""
+    return Tiles(block=128 if dim <= 128 else 64)
 
 
-def redundancy(keys: Tensor, there: Tensor, threshold: float, tiles: Tiles = DEFAULT) -> Tensor:
+def redundancy(keys: Tensor, there: Tensor, threshold: float, tiles: Tiles | None = None) -> Tensor:
     """R [B, H, n] of keys [B, H, n, D]; parameters and result are those of the slow form, `tokens.rkv.redundancy`."""
     if keys.stride(-1) != 1:
         keys = keys.contiguous()
-    (batch, heads, count, dim), most = keys.shape, round_up(keys.shape[2], max(tiles.block, tiles.tile))
+    (batch, heads, count, dim), tiles = keys.shape, tiles or tiles_of(keys.shape[-1])
+    most = round_up(count, max(tiles.block, tiles.tile))
     norm = torch.full((batch, heads, most), torch.inf, dtype=torch.float32, device=keys.device)
     own = torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
     norm[..., :count] = own.masked_fill_(~(there & (own > 0)), torch.inf)
@@ -228,13 +241,14 @@ def _compare(
     )
 
 
-def ranking(scores: Tensor, tail: Segment, sink: int, tokens: int, settings: Any, tiles: Tiles = DEFAULT) -> Tensor:
+def ranking(scores: Tensor, tail: Segment, sink: int, tokens: int, settings: Any, tiles: Tiles | None = None) -> Tensor:
     """Z [B, H, tokens] of a middle in the tail, undefined past its own; slow form: `tokens.rkv.Redundant.ranking`.
 
     scores: [B, H, columns] float32, contiguous, zeros past the tokens held; sink: tokens before the middle
     tokens: the most that a head's middle holds
     """
     (batch, heads, columns), dim, device = scores.shape, tail.head_dim, scores.device
+    tiles = tiles or tiles_of(dim)
     most = round_up(tokens, max(tiles.block, tiles.tile, PAGE))
     norm, ranked = (torch.empty(batch, heads, most, dtype=torch.float32, device=device) for _ in range(2))
     total = torch.empty(batch, heads, dim, dtype=torch.float32, device=device)

@@ -18,10 +18,10 @@ from leank.eval.methods import Method
 from leank.eval.methods.channels.random import Random
 from leank.eval.report.summary import summarise
 from leank.eval.report.tables import tables
-from leank.eval.rows.results import Results, read
+from leank.eval.rows import Results, read
 from leank.eval.run.build import build_job
 from leank.eval.run.job import Job
-from leank.eval.run.settings import Settings
+from leank.eval.run.replay import Settings
 from tests.helpers.composed import evaluation
 from tests.helpers.report_rows import row
 from tests.helpers.text_tokenizers import tokenizer

@@ -129,19 +129,6 @@ def test_gsm_infinite_rows():
     assert base.score_row(symbolic, "V1") == 1.0
 
 
-@pytest.mark.parametrize(
-    ("metric", "task", "answers", "reply", "want"),
-    [
-        ("ruler_all", "vt", ["A", "B"], "a\n", 0.5),
-        ("ruler_part", "qa_1", ["A", "B"], "b", 1.0),
-        ("infinitebench", "passkey", ["12"], "12", 1.0),
-        ("math500", "math500", ["5"], "so \\boxed{5}", 1.0),
-    ],
-)
-def test_scoring_by_metric_name(metric, task, answers, reply, want):
-    assert base.score_row(Row(task, "0", "c", "q", answers, 8, metric), reply) == want
-
-
 def test_unknown_metric_and_stop():
     with pytest.raises(ValueError, match="metric='bleu' of task 't' has no scorer"):
         base.score_row(Row("t", "0", "c", "q", ["x"], 8, "bleu"), "x")

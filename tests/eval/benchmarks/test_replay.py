@@ -13,7 +13,7 @@ from leank.eval.benchmarks import infinitebench, mmlu, niah
 from leank.eval.benchmarks.base import benchmarks, score_row
 from leank.eval.inference.models import ModelConfig, load_model
 from leank.eval.report import write_report
-from leank.eval.rows.results import Results, read
+from leank.eval.rows import Results, read
 from leank.eval.run.build import build_job
 from tests import DATA
 from tests.helpers.benchmark_lines import BABI, NEEDLE, V2, helmet_files

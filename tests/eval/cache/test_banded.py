@@ -2,7 +2,6 @@
 oracle that shares no code with eval.cache."""
 
 import copy
-import itertools
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from leank.eval.cache.storage.banded import codecs
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.segment import Extent
-from leank.eval.inference.prefill import prefill
 from leank.eval.methods.base import Method
 from leank.eval.methods.bits.kivi import KIVI
 from leank.eval.methods.channels.by_length import ByLength
@@ -29,6 +27,7 @@ from leank.eval.methods.tokens.snapkv import SnapKV
 from leank.precision import GROUP, Precision, value_group
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, SEEDS, RoundingOracle, compare, left_padded, run, tiny_model
 from tests.helpers.layouts import layout, layout_mask
+from tests.helpers.segments import LAST, check_segment
 from tests.oracles.rounding import fake_quantise
 
 SHAPE, SIZES = (LAYERS, HEADS, DIM), (2, 70, 64)
@@ -47,47 +46,21 @@ def rounded(k, v, key_bits, value_bits):
 
 
 @settings(max_examples=15, derandomize=True)
-@given(
-    st.sampled_from([16, 64, 96]),
-    st.lists(st.integers(0, 3), max_size=3),  # whole groups appended, one after the other
-    st.lists(st.integers(0, 150), min_size=6, max_size=6),  # tokens that each head takes last
-    SEEDS,
-)
+@given(st.sampled_from([16, 64, 96]), st.lists(st.integers(0, 3), max_size=3), LAST, SEEDS)
 def test_a_segment_holds_every_band_in_its_bits(dim, appends, last, seed):
-    """Ragged heads, part of the rows at a time, room that grows, other rows; then a short last group."""
-    batch, heads = 2, 3
-    precision = layout((1, heads, dim), seed)
-    (codec,), generator = codecs(precision), torch.Generator().manual_seed(seed)
-    key_bits, value_bits = precision.key_bits[0], precision.value_bits[0]
-    channels = KeptChannels.of(key_bits > 0, torch.empty(batch, heads, 0, dim), codec.order)
-    segment = codec.segment(Extent(channels, np.full((batch, heads), 64), dim, torch.float64))
-    want = {at: [(torch.empty(0, dim).double(),) * 2] for at in np.ndindex(batch, heads)}
-    for i, (groups, ragged) in enumerate([(g, None) for g in appends] + [(0, np.array(last).reshape(batch, heads))]):
-        rows = np.array([[0, 1], [1], [0]][i % 3] if ragged is None else [0, 1])
-        tokens = groups * GROUP if ragged is None else max(last)
-        k, v = torch.randn(2, len(rows), heads, tokens, dim, generator=generator, dtype=torch.float64)
-        segment = segment.grown(segment.capacity + tokens * (segment.capacity > 0))
-        segment.append(rows, k, v, None if ragged is None else ragged[rows])
-        for (r, b), h in itertools.product(enumerate(rows), range(heads)):
-            n = tokens if ragged is None else ragged[b, h]
-            want[b, h].append(rounded(k[r, h, :n], v[r, h, :n], key_bits[h], value_bits[h]))
-    swapped = torch.tensor([1, 0])
-    segment = segment.select(swapped, channels.select(swapped), None)
-    token_k, token_v = (x[0] for x in precision.token_bytes(8))
-    held = [0, 0]
-    for (b, h), pieces in want.items():
-        k, v = (torch.cat(x) for x in zip(*pieces, strict=True))
-        got_k, got_v = segment.read(1 - b, h)
-        if not key_bits[h].any():
-            assert len(got_k) == len(got_v) == 0
-            continue
-        index = channels.index[b, h, : int((key_bits[h] > 0).sum())].long()
-        widths = key_bits[h][index].tolist()
-        assert widths == sorted(widths, reverse=True)
-        assert torch.equal(got_k, k[:, index])
-        assert torch.equal(got_v, v)
-        held[0] += -(-len(k) // GROUP) * GROUP * float(token_k[h])
-        held[1] += len(k) * float(token_v[h])
+    precision = layout((1, 3, dim), seed)
+    (codec,), key_bits, value_bits = codecs(precision), precision.key_bits[0], precision.value_bits[0]
+    channels = KeptChannels.of(key_bits > 0, torch.empty(2, 3, 0, dim), codec.order)
+
+    def in_bits(head, k, v):
+        widths = key_bits[head][channels.index[0, head, : k.shape[1]].long()]
+        assert widths.tolist() == sorted(widths.tolist(), reverse=True)
+        return rounded(k, v, widths, value_bits[head])
+
+    segment, tokens = check_segment(codec, channels, dim, appends, last, seed, in_bits)
+    kept, (token_k, token_v) = (key_bits > 0).any(-1), (x[0] for x in precision.token_bytes(8))
+    cells, whole = torch.from_numpy(-(-tokens // GROUP) * GROUP), torch.from_numpy(tokens)
+    held = [float((n * size * kept).sum()) for n, size in ((cells, token_k), (whole, token_v))]
     assert segment.held() == pytest.approx(tuple(held), abs=1)
 
 
@@ -137,20 +110,6 @@ def test_sixteen_bits_everywhere_are_the_mask_alone():
         for mask in (plain, ChannelMask(precision.keep, mean_keys=means, precision=precision))
     ]
     assert torch.equal(results[0][1], results[1][1])
-
-
-def test_one_width_everywhere_is_kivi():
-    """4 bits for K and V: the numbers of KIVI's codec in groups of the layout's."""
-    model, (ids, real) = tiny_model("llama"), left_padded([200, 90], 7)
-    precision = Precision(FULL // 4, FULL[..., 0] // 4)
-    mask = ChannelMask(precision.keep, precision=precision)
-    results = [
-        Method("one", *axes, sink=2, window=70, flush=64).compressed(model, prefill(model, ids, real.bool(), 8))
-        for axes in ((LeanK(mask), None, None), (None, None, KIVI(4, 8)))
-    ]
-    k = [cache.layers[0].store.prompt.read(0, 1)[1] for cache in results]
-    assert torch.equal(*k)  # values; keys have groups of 64 tokens here, of 8 in the other
-    assert type(results[0].layers[0].middle.bits.of_values(0)) is Packing
 
 
 def test_a_cache_is_saved_copied_and_reordered(tmp_path):

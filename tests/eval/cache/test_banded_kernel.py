@@ -12,7 +12,6 @@ from leank.eval.cache import compressed_cache  # isort: skip  (needs Triton, whi
 from leank.eval.cache.attention import work
 from leank.eval.cache.attention.kernels import banded, packed
 from leank.eval.cache.attention.launch import EFFORT, Config, Kernel
-from leank.eval.cache.graph import DecodeLoop
 from leank.eval.cache.storage.banded import BANDS, MOST_FORMS, codecs, effort, forms
 from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.sizes import Sizes
@@ -149,11 +148,10 @@ def test_moves_on_the_device(bits, dim, dtype):
 
 
 @pytest.mark.gpu
-def test_generate_replays_a_captured_step(monkeypatch):
+def test_generate_replays_a_captured_step(captures, monkeypatch):
     """The same tokens as step by step and, but for rounding, as in plain PyTorch; after a reset as well."""
     model = load_model(ModelConfig())
-    mask, captures, capture = layout_mask(kv_shape(model.config), 5), [], DecodeLoop.capture
-    monkeypatch.setattr(DecodeLoop, "capture", lambda loop: (captures.append(1), capture(loop)))
+    mask = layout_mask(kv_shape(model.config), 5)
     cache = compressed_cache(model, mask, 16, 96)
     for length in (500, 900):
         ids = torch.randint(5, 4000, (2, length), generator=torch.Generator().manual_seed(length)).to(model.device)

@@ -1,8 +1,6 @@
 """Coded middles (KIVI, TurboQuant, FP8): what a cell and a segment hold, and generation over it, against an oracle that
 shares no code with eval.cache."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -22,18 +20,14 @@ from leank.eval.cache.storage.store import Store
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import prefill
 from leank.eval.methods import build_method
-from leank.eval.methods.base import Method
 from leank.eval.methods.bits.fp8 import FP8, Scaled
 from leank.eval.methods.bits.kivi import KIVI
 from leank.eval.methods.bits.turboquant import Even, Rotation, TurboQuant, centroids, rotation
-from leank.eval.methods.channels.leank import LeanK
-from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import (
     DIM,
     HEADS,
     LAYERS,
     SEEDS,
-    OracleLayer,
     RoundingOracle,
     compare,
     left_padded,
@@ -41,6 +35,7 @@ from tests.helpers.cache_oracle import (
     run,
     tiny_model,
 )
+from tests.helpers.segments import LAST, check_segment, random_channels
 from tests.oracles.rounding import fake_quantise
 
 BITS = st.sampled_from([2, 4, 8])
@@ -150,80 +145,41 @@ def of_head(codec, head):
     return codec.heads[head % len(codec.heads)] if isinstance(codec, OfHeads) else (codec, codec)
 
 
-def random_tables(seed, batch, heads, dim):
-    """A KeptChannels table with empty heads among it, and its mask [B, H, D]."""
-    generator = torch.Generator().manual_seed(seed)
-    keep = torch.rand(batch, heads, dim, generator=generator) < torch.rand(batch, heads, 1, generator=generator) * 1.3
-    keep &= torch.rand(batch, heads, 1, generator=generator) > 0.25
-    return KeptChannels.of(keep, torch.empty(batch, heads, 0, dim)), keep
-
-
 @settings(max_examples=25, derandomize=True)
-@given(
-    CODECS,
-    st.lists(st.integers(0, 6), min_size=1, max_size=4),  # whole groups appended, one after the other
-    st.lists(st.integers(0, 150), min_size=6, max_size=6),  # tokens that each head takes last
-    SEEDS,
-)
+@given(CODECS, st.lists(st.integers(0, 6), min_size=1, max_size=4), LAST, SEEDS)
 def test_a_segment_holds_the_coded_tokens_of_every_head(codec, appends, last, seed):
-    """Ragged heads, empty heads, part of the rows at a time, room that grows; then a short last group."""
-    batch, heads, dim, group, kivi = 2, 3, 16, codec.group, isinstance(codec, Packing)
-    (channels, keep), generator = random_tables(seed, batch, heads, dim), torch.Generator().manual_seed(seed)
-    segment = codec.segment(Extent(channels, np.full((batch, heads), 64), dim, torch.float64))
-    want = {at: [(torch.empty(0, dim).double(),) * 2] for at in np.ndindex(batch, heads)}
-    for i, (groups, ragged) in enumerate([(g, None) for g in appends] + [(0, np.array(last).reshape(batch, heads))]):
-        rows = np.array([[0, 1], [1], [0]][i % 3] if ragged is None else [0, 1])
-        tokens = groups * group if ragged is None else max(last)
-        k, v = torch.randn(2, len(rows), heads, tokens, dim, generator=generator, dtype=torch.float64)
-        segment = segment.grown(segment.capacity + tokens * (segment.capacity > 0))
-        segment.append(rows, k, v, None if ragged is None else ragged[rows])
-        for (r, b), h in itertools.product(enumerate(rows), range(heads)):
-            n = tokens if ragged is None else ragged[b, h]
-            new = k[r, h, :n], v[r, h, :n]
-            of_keys, of_values = of_head(codec, h)
-            if kivi:
-                new = fake_quantise_middle(*new, codec.bits, group)
-            elif isinstance(of_keys, Scaled):
-                new = in_fp8(new[0], of_keys.scale), in_fp8(new[1], of_values.scale)
-            elif keep[b, h].any():
-                coded = new[0].clone()
-                coded[:, keep[b, h]] = rotated(new[0][:, keep[b, h]], of_keys.bits, of_keys.norm_correction)
-                even = isinstance(of_values, Even)
-                new = (
-                    coded,
-                    (
-                        fake_quantise(new[1], of_values.bits)
-                        if even
-                        else rotated(new[1], of_values.bits, of_values.norm_correction)
-                    ),
-                )
-            want[b, h].append(new)
-    segment = segment.select(torch.tensor([1, 0]), channels.select(torch.tensor([1, 0])), None)
+    keep, dim = random_channels(seed, 16), 16
+
+    def rounded(head, k, v):
+        of_keys, of_values = of_head(codec, head)
+        if isinstance(codec, Packing):
+            return fake_quantise_middle(k, v, codec.bits, codec.group)
+        if isinstance(of_keys, Scaled):
+            return in_fp8(k, of_keys.scale), in_fp8(v, of_values.scale)
+        coded = rotated(k, of_keys.bits, of_keys.norm_correction) if k.shape[1] else k
+        if isinstance(of_values, Even):
+            return coded, fake_quantise(v, of_values.bits)
+        return coded, rotated(v, of_values.bits, of_values.norm_correction)
+
+    close = {"rtol": 1e-7, "atol": 1e-7} if isinstance(of_head(codec, 0)[0], Rotation) else {}
+    channels = KeptChannels.of(keep, torch.empty(2, 3, 0, dim))
+    segment, tokens = check_segment(codec, channels, dim, appends, last, seed, rounded, **close)
     held = [0, 0]
-    for (b, h), pieces in want.items():
-        k, v = (torch.cat(x) for x in zip(*pieces, strict=True))
-        got_k, got_v = segment.read(1 - b, h)
-        if not keep[b, h].any():
-            assert len(got_k) == len(got_v) == 0
-            continue
-        of_keys, of_values = of_head(codec, h)
-        exact = {} if isinstance(of_keys, Rotation) else {"rtol": 0, "atol": 0}
-        torch.testing.assert_close(got_k, k[:, keep[b, h]], **exact)
-        torch.testing.assert_close(got_v, v, **exact)
-        count = int(keep[b, h].sum())
-        if kivi:
+    for (row, head), n in np.ndenumerate(tokens * keep.any(-1).numpy()):
+        count, group = int(keep[row, head].sum()), codec.group
+        if isinstance(codec, Packing):
             cell = group * codec.bits // 8 + 2 * 8
-            held[0] += -(-len(k) // group) * -(-count // 16) * 16 * cell
-            held[1] += len(k) * (dim // group) * cell
+            held[0] += -(-n // group) * -(-count // 16) * 16 * cell
+            held[1] += n * (dim // group) * cell
         else:
-            for i, (one, n) in enumerate(((of_keys, count), (of_values, dim))):
-                codes = sum(-(-n * part // 8) for part in {2: [2], 3: [2, 1], 4: [4], 8: [8]}[one.bits])
-                held[i] += len(k) * (codes + 8 * {Scaled: 0, Rotation: 1, Even: 2}[type(one)])
+            for i, (one, width) in enumerate(zip(of_head(codec, head), (count, dim), strict=True)):
+                codes = sum(-(-width * part // 8) for part in {2: [2], 3: [2, 1], 4: [4], 8: [8]}[one.bits])
+                held[i] += n * (codes + 8 * {Scaled: 0, Rotation: 1, Even: 2}[type(one)])
     assert segment.held() == tuple(held)
 
 
 def test_tokens_follow_whole_groups():
-    channels, _ = random_tables(3, 1, 2, 16)
+    channels = KeptChannels.of(None, torch.empty(1, 2, 0, 16))
     segment = Packing(2, 8).segment(Extent(channels, np.full((1, 2), 64), 16, torch.float32))
     x = torch.randn(1, 2, 12, 16)
     segment.append(np.array([0]), x, x)
@@ -260,43 +216,6 @@ def test_generate_is_that_of_a_dense_cache_with_a_rounded_middle(family, lengths
     ids, mask = left_padded(lengths, seed)
     want = run(model, quantised_oracle(keep, sizes, bits, group), ids, mask, new_tokens, "oracle")
     compare(run(model, quantised(model, keep, sizes, bits, group), ids, mask, new_tokens, ATTENTION), want)
-
-
-def test_the_oracle_can_tell_two_bits_from_four_and_from_none():
-    model, keep = tiny_model("llama"), random_keep(3, empty=0)
-    ids, mask = left_padded([40], 3)
-    logits = [
-        run(model, cache, ids, mask, 2, "oracle")[1][1]
-        for cache in (
-            *(quantised_oracle(keep, (2, 4, 8), bits, 8) for bits in (2, 4)),
-            Cache(layers=[OracleLayer(k, 2, 4, 8) for k in keep]),
-        )
-    ]
-    assert (logits[0] - logits[2]).norm() > 2 * (logits[1] - logits[2]).norm() > 0
-
-
-@pytest.mark.parametrize("channels", [None, LeanK(ChannelMask(random_keep(6)))])
-def test_as_a_method_alone_and_over_channels(channels):
-    """Built from a shared dense pass, it decodes as generate() does, and memory() counts cells."""
-    model, sizes = tiny_model("llama", torch.float32), {"sink": 2, "window": 6, "flush": 8}
-    made = Method("kivi", channels, bits=KIVI(4, 8), **sizes)
-    keep = torch.ones(LAYERS, HEADS, DIM, dtype=torch.bool) if channels is None else random_keep(6)
-    ids, _ = left_padded([300, 300], 7)
-    cache = made.cache(model, prefill(model, ids, None, 8))
-    memory, held = cache.memory(), 300 - 2 - 6
-    cell = 8 * 4 // 8 + 2 * 4  # bytes of 8 numbers
-    room = int((-(-keep.sum(-1) // 16) * 16).sum())  # sixteens of channels in every head
-    assert memory.middle_k == 2 * -(-held // 8) * room * cell
-    assert memory.middle_v == 2 * held * int(keep.any(-1).sum()) * DIM // 8 * cell
-    tensors = [t.untyped_storage() for layer in cache.compressed for t in layer.store.tensors().values()]
-    assert memory.total == sum({t.data_ptr(): t.nbytes() for t in tensors}.values())
-    projected = bytes_per_row(keep, 300, torch.float32, Sizes(**sizes), Packing(4, 8))
-    assert memory.total - memory.tables == 2 * projected
-    whole = torch.cat([ids, torch.randint(2, 80, (2, 1))], 1)
-    other = quantised(model, keep, tuple(sizes.values()), 4, 8)
-    with torch.no_grad():
-        model(whole[:, :-1], past_key_values=other)
-        torch.testing.assert_close(*(model(whole[:, -1:], past_key_values=c).logits for c in (cache, other)))
 
 
 @pytest.mark.parametrize(("group", "at_32k", "limit"), [(32, 7.28, 9.45), (64, 8.32, 11.34)])
@@ -353,33 +272,10 @@ def test_a_rotation_keeps_lengths_and_depends_on_its_seed():
     assert (one - other).norm() > 5
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-def test_a_single_channel_comes_back_whole(bits):
-    x = torch.randn(50, 1, generator=torch.Generator().manual_seed(1))
-    assert torch.allclose(Rotation(bits).decode(*Rotation(bits).encode(x, True), True), x)
-
-
-def test_one_large_channel_does_not_spoil_the_others():
-    """What the rotation is for: the error is a share of the vector's norm, whichever channel is large."""
-    generator = torch.Generator().manual_seed(0)
-    x, packing = torch.randn(500, 64, generator=generator), Rotation(4)
-    x[:, 3] += 50
-    back = packing.decode(*packing.encode(x, True), True)
-    assert float((back - x).square().sum() / x.square().sum()) == pytest.approx(0.0095, rel=0.3)
-
-
 @pytest.mark.parametrize(("layers", "skip", "whole"), [(7, 2, [0, 1, 5, 6]), (3, 2, [0, 2]), (1, 2, []), (5, 0, [])])
 def test_layers_that_stay_whole_are_those_of_vllm(layers, skip, whole):
     """The first and last n of all layers, n at most half of them."""
     assert [i for i, stays in enumerate(TurboQuant(skip=skip).whole(layers)) if stays] == whole
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_a_corrected_vector_is_as_long_as_it_was(bits):
-    x = torch.randn(50, 24, generator=torch.Generator().manual_seed(1))
-    back = Rotation(bits, norm_correction=True)
-    back = back.decode(*back.encode(x, True), True)
-    torch.testing.assert_close(back.norm(dim=1), x.norm(dim=1))
 
 
 # FP8

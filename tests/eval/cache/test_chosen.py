@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.conftest import tiny_model
 from tests.helpers.kernels import DEVICE, ON_GPU, make_store, poison
 
 from leank.eval.cache.attention import choose as launch  # isort: skip  (needs Triton, which the line above asks for)
@@ -22,7 +22,7 @@ from leank.eval.cache.attention.choose import Chosen, ChosenConfig, lines_held
 from leank.eval.cache.attention.kernels import choose
 from leank.eval.cache.attention.ranking import FIELDS, Bounds, Column
 from leank.eval.cache.layer import CompressedLayer
-from leank.eval.cache.storage.eviction import largest
+from leank.eval.cache.storage.eviction import HeavyHitters, largest
 from leank.eval.cache.storage.kernels import choosing
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.quantised import Packing
@@ -206,7 +206,9 @@ def test_what_the_kernel_cannot_choose_is_said():
     packed = Middle(dense, reads=Quest(200, 16, 0), bits=Packing(4, 32))
     assert "does not unpack numbers" in packed.why_not_kernel
     assert Middle(dense, reads=Quest(200, 16, 0)).why_not_kernel is None
-    assert "prunes some" in Middle(dense, dense, reads=Quest(200, 16, 0)).why_not_kernel
+    assert Middle(dense, dense).why_not_kernel is None
+    for choice in ({"reads": Quest(200, 16, 0)}, {"eviction": HeavyHitters(4)}):
+        assert "prunes some" in Middle(dense, dense, **choice).why_not_kernel
     if not ON_GPU:
         store = store_of(Quest(200, 16, 0), [64, 64], 64, [300], Sizes(8, 48, 8))
         q = torch.zeros(1, 4, 1, 64)
@@ -286,13 +288,11 @@ def test_a_later_turn_and_a_copy_go_on(kind):
 
 def a_model(layers, heads, group, dim):
     """A random model whose attention is peaked enough that what is read changes its tokens."""
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=211, hidden_size=128, intermediate_size=128, num_hidden_layers=layers, head_dim=dim,
+    return tiny_model(
+        "llama", 1, vocab_size=211, hidden_size=128, intermediate_size=128, num_hidden_layers=layers, head_dim=dim,
         num_attention_heads=heads * group, num_key_value_heads=heads, initializer_range=0.2, eos_token_id=None,
         max_position_embeddings=4096, pad_token_id=0,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).to(DEVICE, DTYPE).eval()
+    ).to(DEVICE, DTYPE)  # fmt: skip
 
 
 def replies(model, kind, kept, backend, new, generate=None):

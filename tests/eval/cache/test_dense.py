@@ -22,7 +22,9 @@ from leank.eval.methods.reads.quest import Quest
 from leank.eval.methods.tokens.lethe import Lethe, Rounds
 from leank.eval.methods.tokens.rkv import RKV, Redundant
 from leank.eval.methods.tokens.tova import LastQuery
+from tests.helpers.poisoned import poisoned_memory  # noqa: F401
 from tests.oracles import cache_attention as naive
+from tests.oracles.attention import attention, causal
 
 HEADS, DIM, GROUP = 3, 8, 2
 SIZES = Sizes(2, 5, 3)
@@ -41,18 +43,6 @@ CHOICES = {
 
 def random_like(generator, *shape, dtype=torch.float64):
     return torch.randn(*shape, generator=generator, dtype=dtype)
-
-
-@pytest.fixture
-def no_memory_is_clean(monkeypatch):
-    """What is not written is not a number."""
-    clean = torch.empty
-
-    def empty(*args, **kwargs):
-        out = clean(*args, **kwargs)
-        return out.fill_(torch.nan if out.is_floating_point() else 255 if out.dtype == torch.uint8 else 0)
-
-    monkeypatch.setattr(torch, "empty", empty)
 
 
 def both(make):
@@ -79,7 +69,6 @@ def check(stores, generator, new, real, softmax=PLAIN):
         assert np.array_equal(getattr(one, part).length, getattr(other, part).length)
 
 
-@pytest.mark.usefixtures("no_memory_is_clean")
 @settings(max_examples=45, derandomize=True)
 @given(
     choice=st.sampled_from([*CHOICES, "labels", "spark"]),
@@ -208,7 +197,7 @@ def test_a_step_takes_few_operators_whatever_the_batch(choice):
 
 def test_rows_whose_windows_are_full_at_different_steps_take_few_operators_too():
     few, many = (
-        operators(batched.attend, Middle(**STEPS["h2o"]), batch, 64, torch.arange(batch) % 31 + 1) for batch in (31, 62)
+        operators(batched.attend, Middle(**STEPS["h2o"]), batch, 32, torch.arange(batch) % 31 + 1) for batch in (31, 62)
     )
     assert many <= 400
     assert many <= 1.2 * few
@@ -231,23 +220,9 @@ def test_who_reads_every_token_by_labels_reads_as_who_has_none(bits):
 
 
 def by_rows(q, k, v, scaling, real, softmax=PLAIN):
-    """[B, Q, Hq, D] by one softmax for each query and head; zero where the query is padding."""
-    (batch, heads, new, _), (length, group) = q.shape, (k.shape[2], q.shape[1] // k.shape[1])
-    out = torch.zeros_like(q)
-    for b in range(batch):
-        for h in range(heads):
-            for t in range(new):
-                at = length - new + t
-                sees = [j for j in range(at + 1) if real[b, j]]
-                if real[b, at]:
-                    logits = k[b, h // group, sees] @ q[b, h, t] * scaling
-                    if softmax.softcap is not None:
-                        logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
-                    total = torch.exp(logits).sum()
-                    if softmax.sink_logits is not None:
-                        total = total + torch.exp(softmax.sink_logits[h])
-                    out[b, h, t] = torch.exp(logits) / total @ v[b, h // group, sees]
-    return out.transpose(1, 2)
+    """[B, Q, Hq, D] of the last queries; zero where one is padding."""
+    seen = causal(q.shape[2], k.shape[2], real)
+    return attention(q, k, v, scaling, seen, *softmax).transpose(1, 2)
 
 
 @settings(max_examples=30, derandomize=True)
@@ -287,13 +262,7 @@ def test_a_mask_of_any_shape(softmax, added):
     seen[1, 0, 2] = False
     mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf) if added else seen
     out = written_out(q, k, v, 0.4, softmax, mask)
-    for b, h, t in torch.cartesian_prod(torch.arange(2), torch.arange(4), torch.arange(5)).tolist():
-        j = seen[b, 0, t]
-        one = None if softmax.sink_logits is None else softmax.sink_logits[h : h + 1]
-        key, value = (x[b, h // 2, j][None, None] for x in (k, v))
-        last = q[b, h, t][None, None, None]
-        want = by_rows(last, key, value, 0.4, torch.ones(1, j.sum()), Softmax(softmax.softcap, one)) if j.any() else 0
-        torch.testing.assert_close(out[b, h, t], want[0, 0, 0] if j.any() else torch.zeros_like(out[b, h, t]))
+    torch.testing.assert_close(out, attention(q, k, v, 0.4, seen, *softmax))
     out.sum().backward()
     assert all(x.grad.isfinite().all() for x in (q, k, v))
 

@@ -297,13 +297,11 @@ def test_assisted_decoding_runs_as_usual(how, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "beams"])
 @pytest.mark.parametrize("padded", [False, True], ids=["equal", "padded"])
-def test_a_captured_call_gives_the_tokens_of_an_eager_one(way, padded, monkeypatch):
+def test_a_captured_call_gives_the_tokens_of_an_eager_one(way, padded, captures, monkeypatch):
     model = load_model(ModelConfig())
     options = {**prompts(4000, model.device, 400), **WAYS[way], "max_new_tokens": 100, "min_new_tokens": 100}
     if not padded:
         options["attention_mask"] = torch.ones_like(options["input_ids"])
-    captures, capture = [], DecodeLoop.capture
-    monkeypatch.setattr(DecodeLoop, "capture", lambda loop: (captures.append(1), capture(loop)))
     found = []
     for least in (1000, graph.CAPTURE_FOR):  # never captured, captured
         monkeypatch.setattr("leank.eval.cache.generate.CAPTURE_FOR", least)
@@ -333,13 +331,11 @@ def test_rows_that_end_leave_the_cache_of_an_eager_call(way, steps, monkeypatch)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [None, 4])
-def test_later_calls_replay_what_the_first_captured(bits, monkeypatch):
+def test_later_calls_replay_what_the_first_captured(bits, captures, monkeypatch):
     """After a reset with prompts of other lengths, and in another turn; only other rows are captured anew."""
     model = load_model(ModelConfig())
     mask = random_mask(model.config)
     middles = [Middle(keep, bits=None if bits is None else Packing(bits, 32)) for keep in mask]
-    captures, capture = [], DecodeLoop.capture
-    monkeypatch.setattr(DecodeLoop, "capture", lambda loop: (captures.append(1), capture(loop)))
 
     def run(cache, length, rows=2, **more):
         ids = torch.randint(5, 4000, (rows, length), generator=torch.Generator().manual_seed(length)).to(model.device)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.helpers.kernels import (  # noqa: F401
     DEVICE,
@@ -28,6 +29,7 @@ from leank.eval.cache.attention import work  # isort: skip  (needs Triton, which
 import triton
 import triton.language as tl
 
+from leank.eval.cache import compressed_cache
 from leank.eval.cache.attention.backend import choose_backend
 from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.attention.kernels import packed
@@ -59,6 +61,12 @@ interpreted = pytest.mark.skipif(ON_GPU, reason="the same on the device below")
         ([77, 128, 33], 128, 4, 1, 64, {"widths": [77, 90, 128]}),  # 77 = ThinK's 0.4; a head that keeps all of V
         ([17, 0, 64], 64, 2, 3, 128, {"widths": [1, 64, 0]}),  # a head that keeps none of V, one without a middle
         ([40, 64], 64, 8, 5, 64, {"widths": [16, 3]}),  # two chunks
+        ([0, 33, 177], 192, 1, 1, 64, {}),
+        ([160, 192], 192, 16, 1, 64, {}),  # multiples of 32, of which masks are left out
+        ([192, 100], 192, 3, 9, 64, {"widths": [192, 70]}),  # two chunks
+        ([256, 224, 0, 128], 256, 2, 1, 64, {}),
+        ([150, 250], 256, 16, 1, 128, {}),
+        ([96, 256], 256, 8, 5, 64, {"widths": [201, 256]}),  # two chunks
         ([0, 32], 64, 2, 1, 64, {"bits": Packing(2, 32)}),
         ([17, 64], 64, 4, 3, 64, {"bits": Packing(8, 32)}),
         ([77, 96, 0], 128, 4, 1, 128, {"bits": Packing(2, 64)}),
@@ -85,14 +93,18 @@ def test_interpreted(counts, dim, group, queries, tile, form):
     st.integers(1, 3),
     st.integers(1, 9),
     st.booleans(),
+    st.sampled_from([64, 192, 256]),
     st.integers(0, 99),
 )
-def test_interpreted_on_random_shapes(form, channels, group, lengths, sizes, packing, queries, programs, per_row, seed):
-    counts, widths = zip(*channels, strict=True)
+def test_interpreted_on_random_shapes(
+    form, channels, group, lengths, sizes, packing, queries, programs, per_row, dim, seed
+):
+    dim = 64 if form == "packed" else dim
+    counts, widths = zip(*(tuple(n * dim // 64 for n in one) for one in channels), strict=True)
     sizes = Sizes(*sizes[:2], packing.group if form == "packed" else sizes[2])
     lengths = [max(n, sizes.sink) for n in lengths]  # shorter rows are written by Store.append, as on a CPU
     forms = {"whole": {}, "pruned": {"widths": widths, "per_row": per_row}, "packed": {"bits": packing}}
-    check_decoding(counts, 64, group, lengths, sizes, DTYPE, queries, 2, Config(), programs, seed, **forms[form])
+    check_decoding(counts, dim, group, lengths, sizes, DTYPE, queries, 2, None, programs, seed, **forms[form])
 
 
 @pytest.mark.parametrize("merge", [16, 64])
@@ -218,8 +230,8 @@ def test_a_program_of_few_pages_asks_for_fewer_of_them_ahead(bits):
     store = make_store([64], 64, [64 * FEW + 90], Sizes(4, 16, 32), torch.float16, bits=Packing(bits, 32))
     assert not Kernel(programs=1).prepare(store).few
     codec = kernels_of(store)
-    assert Kernel()._config(codec, 16, few=True).stages < Kernel()._config(codec, 16, few=False).stages
-    assert Kernel(Config(stages=4))._config(codec, 16, few=True).stages == 4  # what was asked for
+    assert Kernel()._config(codec, 64, 16, few=True).stages < Kernel()._config(codec, 64, 16, few=False).stages
+    assert Kernel(Config(stages=4))._config(codec, 64, 16, few=True).stages == 4  # what was asked for
 
 
 @pytest.mark.parametrize("scaling", [0.0, -0.1])
@@ -248,6 +260,9 @@ def test_tokens_that_left_the_window_are_read_from_half_filled_pages():
 
 WHOLE = [([0, 32, 64, 96], 128, 4, 1), ([0, 32, 64, 96], 128, 7, 1), ([77, 128, 16, 48, 5], 128, 1, 1),
          ([0, 17, 64], 64, 8, 1), ([32, 0, 80], 128, 4, 5), ([96, 33], 128, 8, 40)]  # fmt: skip
+LONG = [([0, 32, 160, 192], 192, 4, 1), ([0, 64, 96, 224, 256], 256, 7, 1), ([77, 177, 5], 192, 16, 1),
+        ([150, 250, 33], 256, 1, 1), ([96, 256], 256, 8, 40)]  # fmt: skip
+LONG_PRUNED = [([100, 192], 192, 4, 1, [192, 70]), ([96, 256, 0], 256, 8, 5, [201, 256, 64])]
 PRUNED = [([77] * 4, 128, 4, 1, [77] * 4), ([32, 64, 96, 128], 128, 7, 1, [128, 0, 17, 96]),
           ([64, 64], 128, 8, 1, [64, 64]), ([0, 17, 64], 64, 8, 1, [5, 33, 16]),
           ([96, 33], 128, 8, 40, [90, 51])]  # fmt: skip
@@ -265,6 +280,7 @@ PACKED = [
     ("config", "form", "case"),
     [
         *((c, {}, w) for c in (Config(), Config(tile=128, stages=2), Config(registers=168)) for w in WHOLE),
+        *((None, {}, w) for w in LONG), *((None, {"widths": w, "per_row": True}, case) for *case, w in LONG_PRUNED),
         *((c, {"widths": w, "per_row": True}, case) for c in (Config(), Config(tile=128, stages=2))
           for *case, w in PRUNED),
         *((c, {"bits": b}, p) for c in (Config(), Config(tile=128, stages=2)) for p in PACKED
@@ -319,13 +335,14 @@ PACKINGS = [Packing(b, g) for b in (2, 4, 8) for g in (32, 64)]
     st.tuples(st.integers(0, 20), st.integers(1, 40), st.integers(1, 40)),
     st.lists(st.integers(1, 70), min_size=1, max_size=5),
     st.booleans(),
+    st.sampled_from([64, 192, 256]),
     st.integers(0, 99),
 )
-def test_moves_on_random_shapes(channels, pruned, lengths, sizes, appends, per_row, seed):
+def test_moves_on_random_shapes(channels, pruned, lengths, sizes, appends, per_row, dim, seed):
     """V whole and pruned."""
-    counts, widths = zip(*channels, strict=True)
+    counts, widths = zip(*(tuple(n * dim // 64 for n in one) for one in channels), strict=True)
     widths = widths if pruned else None
-    check_moves(counts, 64, lengths, Sizes(*sizes), DTYPE, appends, seed, per_row=per_row, widths=widths)
+    check_moves(counts, dim, lengths, Sizes(*sizes), DTYPE, appends, seed, per_row=per_row, widths=widths)
 
 
 @interpreted
@@ -345,6 +362,7 @@ def test_a_tail_that_grows_several_times():
     assert store.version > 2
     assert store.tail.length[:, 0].min() > 300
     assert not store.tail.length[:, 1:3].any()
+    assert not store.tail.capacity[:, 1:3].any()
 
 
 def test_a_step_that_brings_nothing_due_touches_no_store(monkeypatch):
@@ -383,17 +401,17 @@ def pair(middle, sizes):
     return [CompressedLayer(middle, sizes, c) for c in (choose_backend("triton", **PROGRAMS), choose_backend("torch"))]
 
 
-@pytest.mark.parametrize("pruned", [False, True])
-def test_many_steps_with_padding_and_flushes(pruned):
+@pytest.mark.parametrize(("pruned", "dim"), [(False, 64), (True, 64), (False, 192), (True, 256)])
+def test_many_steps_with_padding_and_flushes(pruned, dim):
     """Rows of unequal length, each with channels of its own: all that leaves the window goes through the kernels."""
     generator = torch.Generator().manual_seed(0)
-    keep, values = (torch.rand(2, 1, 64, generator=generator) < share for share in (0.6, 0.4))
+    keep, values = (torch.rand(2, 1, dim, generator=generator) < share for share in (0.6, 0.4))
     layers = pair(Middle(keep, values if pruned else None), Sizes(4, 20, 8))
-    k, v = torch.randn(2, 2, 1, 90, 64, generator=generator).to(DEVICE, DTYPE)
+    k, v = torch.randn(2, 2, 1, 90, dim, generator=generator).to(DEVICE, DTYPE)
     real = (torch.arange(90) >= torch.tensor([0, 37])[:, None]).to(DEVICE)
     for layer in layers:
         layer.seal(k, v, real)
-    decode(layers, STEPS, generator, 1, 2, 64)
+    decode(layers, STEPS, generator, 1, 2, dim)
     assert layers[0].backend.captures
     assert layers[0].store.tail.length.tolist() == [[STEPS // 8 * 8]] * 2
     for name, kept in layers[1].store.tail.tensors().items():
@@ -402,14 +420,40 @@ def test_many_steps_with_padding_and_flushes(pruned):
             torch.testing.assert_close(held, kept, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
+@interpreted
+@pytest.mark.parametrize("dim", [192, 256])
+def test_replies_of_two_turns_are_those_of_the_plain_form(dim):
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=1, head_dim=dim, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.3, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model, generator, found = LlamaForCausalLM(config).eval(), torch.Generator().manual_seed(0), []
+    keep = torch.rand(1, 1, dim, generator=generator) < 0.4
+    prompt, question = torch.randint(3, 97, (1, 75), generator=generator).split([70, 5], 1)
+    for name in ("torch", "triton"):
+        cache, ids = compressed_cache(model, keep, 4, 16, 8, name), prompt
+        if name == "triton":
+            cache.choice.options = {"programs": 2}
+        for _ in range(2):
+            options = {"max_new_tokens": 10, "do_sample": False}
+            ids = torch.cat([model.generate(ids, past_key_values=cache, **options), question], 1)
+        found.append(ids)
+    assert isinstance(cache.layers[0].backend, Kernel)
+    assert cache.layers[0].store.tail.length.min() > 0
+    assert torch.equal(*found)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("counts", "dim", "form"),
     [
         *((*case, {"per_row": per_row}) for per_row in (False, True)
-          for case in (([0, 32, 64, 96], 128), ([77, 128, 1], 128), ([0, 17, 64], 64))),
+          for case in (([0, 32, 64, 96], 128), ([77, 128, 1], 128), ([0, 17, 64], 64), ([0, 33, 192], 192),
+                       ([7, 256], 256))),
         *((*case, {"widths": w}) for *case, w in (
-            ([32, 96], 128, [77, 128]), ([77, 1], 128, [0, 19]), ([9], 64, [64]))),
+            ([32, 96], 128, [77, 128]), ([77, 1], 128, [0, 19]), ([9], 64, [64]), ([99, 2], 192, [0, 192]),
+            ([256, 9], 256, [201, 33]))),
     ],
     ids=str,
 )  # fmt: skip
@@ -608,7 +652,7 @@ def test_where_no_part_saw_a_token_the_result_is_zero():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize(("parts", "rows", "lines"), [(1, 4, 16), (34, 4, 16), (34, 4, 20), (50, 8, 8), (7, 32, 2)])
 def test_merge_on_the_device(parts, rows, lines, dim):
     check_merge(5, parts, rows, lines, dim, [0, 3], 0)
@@ -623,7 +667,7 @@ def test_shapes_hold_no_attributes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_the_kernels_compile_for_a_gpu(tmp_path, dim):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     line = [sys.executable, "-m", "tests.helpers.compiling", str(dim)]

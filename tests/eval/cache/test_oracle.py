@@ -19,14 +19,15 @@ from leank.eval.inference.prefill import PromptLayer, prefill
 from leank.eval.inference.prompts import Prompt
 from leank.eval.methods import Method
 from leank.eval.methods.axes import Channels, PromptPass, Tokens
-from leank.eval.run.replay import Replay
-from leank.eval.run.settings import Settings
+from leank.eval.run.replay import Replay, Settings
+from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import (
     DIM,
     FAMILIES,
     HEADS,
     LAYERS,
     SEEDS,
+    compare,
     left_padded,
     oracle_cache,
     random_keep,
@@ -39,88 +40,36 @@ SIZES = st.tuples(st.integers(0, 5), st.integers(0, 12), st.integers(1, 6))
 LENGTHS = st.lists(st.integers(1, 45), min_size=1, max_size=3)
 
 
-def cache_of(model, keep, *sizes):
-    return compressed_cache(model, keep, *sizes, backend="torch")
-
-
-def compare(got, want):
-    assert torch.equal(got[0], want[0])
-    if want[1] is not None:
-        torch.testing.assert_close(got[1], want[1], rtol=1e-8, atol=1e-8)
-
-
-@settings(max_examples=16, derandomize=True)
-@given(st.sampled_from(sorted(FAMILIES)), LENGTHS, SIZES, st.integers(1, 25), SEEDS)
-@example("llama", [40], (4, 8, 4), 25, 0)
-@example("llama", [12, 13, 40], (4, 8, 4), 5, 1)  # one row just short of a middle, one just past, one long
-@example("qwen2", [1], (3, 2, 2), 12, 2)  # starts in the sink
-def test_generate_is_the_dense_oracles(family, lengths, sizes, new_tokens, seed):
-    model, keep = tiny_model(family), random_keep(seed)
-    ids, mask = left_padded(lengths, seed)
-    want = run(model, oracle_cache(keep, *sizes), ids, mask, new_tokens, "oracle")
-    cache = cache_of(model, keep, *sizes)
-    compare(run(model, cache, ids, mask, new_tokens, ATTENTION), want)
-    assert cache.get_seq_length() == ids.shape[1] + new_tokens - 1
-
-
-def test_the_oracle_can_tell_pruned_from_dense():
-    model, keep = tiny_model("llama"), random_keep(3)
-    ids, mask = left_padded([40], 3)
-    pruned = run(model, oracle_cache(keep, 2, 4, 2), ids, mask, 20, "oracle")
-    dense = run(model, oracle_cache(torch.ones_like(keep), 2, 4, 2), ids, mask, 20, "oracle")
-    assert not torch.equal(pruned[0], dense[0])
-
-
-@settings(max_examples=10, derandomize=True)
-@given(st.sampled_from(sorted(FAMILIES)), LENGTHS, st.lists(st.integers(1, 20), min_size=3, max_size=3), SIZES, SEEDS)
-def test_second_turn(family, first, second, sizes, seed):
-    """A second prompt, itself left-padded, over the compressed first one: several queries at once, then more tokens."""
+@settings(max_examples=14, derandomize=True)
+@given(
+    st.sampled_from(sorted(FAMILIES)), LENGTHS, st.lists(st.integers(1, 20), min_size=3, max_size=3), SIZES,
+    st.none() | st.integers(1, 20), st.booleans(), st.integers(1, 25), SEEDS,
+)  # fmt: skip
+@example("llama", [40], [1] * 3, (4, 8, 4), None, False, 25, 0)
+@example("llama", [12, 13, 40], [5, 1, 2], (4, 8, 4), None, True, 5, 1)  # just short of a middle, just past, long
+@example("qwen2", [1], [7] * 3, (3, 2, 2), None, False, 12, 2)  # starts in the sink
+def test_turns_are_the_dense_oracles(family, first, second, sizes, chunk, means, new_tokens, seed):
+    """A padded prompt, whole or announced by expect() and fed in chunks, its reply, and a padded turn over both, which
+    is several queries at once; pruned channels are zero or their mean."""
     model, keep, second = tiny_model(family), random_keep(seed), second[: len(first)]
-    ids, mask = left_padded(first, seed)
-    more_ids, more_mask = left_padded(second, seed + 1)
-    results = []
-    for attention in ("oracle", ATTENTION):
-        cache = oracle_cache(keep, *sizes) if attention == "oracle" else cache_of(model, keep, *sizes)
-        turn = run(model, cache, ids, mask, 6, attention)[0]
-        answer = torch.ones(len(first), 6, dtype=mask.dtype)
-        full, full_mask = torch.cat([turn, more_ids], 1), torch.cat([mask, answer, more_mask], 1)
-        results.append(run(model, cache, full, full_mask, 9, attention))
-    compare(results[1], results[0])
-
-
-@settings(max_examples=8, derandomize=True)
-@given(LENGTHS, SIZES, st.integers(1, 20), SEEDS)
-def test_chunked_prefill(lengths, sizes, chunk, seed):
-    """A prompt announced with expect() and fed in chunks is sealed as a whole."""
-    model, keep = tiny_model("llama"), random_keep(seed)
-    ids, mask = left_padded(lengths, seed)
-    want = run(model, oracle_cache(keep, *sizes), ids, mask, 8, "oracle")
-    cache = cache_of(model, keep, *sizes)
-    cache.expect(ids.shape[1])
-    compare(run(model, cache, ids, mask, 8, ATTENTION, prefill_chunk_size=chunk), want)
-
-
-@pytest.mark.parametrize("lengths", [[30], [30, 7]])
-def test_beam_search(lengths):
-    model, keep, sizes = tiny_model("llama"), random_keep(5), (2, 5, 3)
-    ids, mask = left_padded(lengths, 5)
-    options = {"num_beams": 3, "num_return_sequences": 2}
-    want = run(model, oracle_cache(keep, *sizes), ids, mask, 14, "oracle", **options)
-    cache = cache_of(model, keep, *sizes)
-    assert torch.equal(run(model, cache, ids, mask, 14, ATTENTION, **options)[0], want[0])
-
-
-def test_a_long_generation_grows_the_middle_several_times():
-    model, keep, sizes = tiny_model("llama"), random_keep(9, empty=0), (4, 16, 16)
-    ids, mask = left_padded([50, 20], 9)
-    cache = cache_of(model, keep, *sizes)
-    run(model, cache, ids, mask, 300, ATTENTION)
-    oracle = run(model, oracle_cache(keep, *sizes), ids, mask, 60, "oracle")[0]
-    again = cache_of(model, keep, *sizes)
-    assert torch.equal(run(model, again, ids, mask, 60, ATTENTION)[0], oracle)
-    tail = cache.compressed[0].store.tail
-    assert tail.length.max() > 250
-    assert (tail.capacity[tail.capacity > 0] - tail.length[tail.capacity > 0]).max() <= 128 + 64
+    (ids, mask), (more, more_mask) = left_padded(first, seed), left_padded(second, seed + 1)
+    mean, by_layer = None, {}
+    if means:
+        mean = torch.randn(keep.shape, generator=torch.Generator().manual_seed(seed))
+        by_layer["center"] = mean.double()
+    cache = compressed_cache(model, ChannelMask(keep, mean_keys=mean), *sizes, backend="torch")
+    options = {} if chunk is None else {"prefill_chunk_size": chunk}
+    if chunk is not None:
+        cache.expect(ids.shape[1])
+    turns = []
+    for attention, one, own in (("oracle", oracle_cache(keep, *sizes, **by_layer), {}), (ATTENTION, cache, options)):
+        reply = run(model, one, ids, mask, new_tokens, attention, **own)
+        whole = torch.cat([reply[0], more], 1)
+        whole_mask = torch.cat([mask, mask.new_ones(len(first), new_tokens), more_mask], 1)
+        turns.append([reply, run(model, one, whole, whole_mask, 5, attention)])
+    for got, want in zip(turns[1], turns[0], strict=True):
+        compare(got, want)
+    assert cache.get_seq_length() == whole.shape[1] + 5 - 1
 
 
 # Heads that keep their own tokens, and channels of K and V
@@ -215,22 +164,11 @@ def test_the_oracle_can_tell_the_choices_apart():
     """Else the comparison above would not notice a choice that is ignored."""
     case = Case("llama", (36,), (2, 4, 3), 3, values=True, empty=0)
     tokens = [run(case.model, case.oracle(), case.ids, case.mask, 16, "oracle")[0]]
-    for name in ("tokens", "joins", "pruned"):
+    for name in ("keep", "tokens", "joins", "pruned"):
         other = Case("llama", (36,), (2, 4, 3), 3, values=True, empty=0)
         setattr(other, name, torch.ones_like(getattr(other, name)))
         tokens.append(run(other.model, other.oracle(), other.ids, other.mask, 16, "oracle")[0])
     assert not any(torch.equal(tokens[0], other) for other in tokens[1:])
-
-
-@pytest.mark.parametrize("what", ["tokens", "keep"])
-def test_an_empty_middle_holds_nothing(what):
-    case = Case("llama", (30, 12), (2, 4, 3), 2)
-    setattr(case, what, torch.zeros_like(getattr(case, what)))
-    case.joins = torch.zeros_like(case.joins)
-    want, got, cache = case.answers(10)
-    assert torch.equal(got[0], want[0])
-    assert cache.memory().middle_k == cache.memory().middle_v == 0
-    assert all(layer.store.prompt.k.numel() == layer.store.tail.v.numel() == 0 for layer in cache.compressed)
 
 
 def test_channels_see_which_tokens_are_kept():
@@ -312,47 +250,8 @@ def test_the_replay_runs_a_methods_own_pass():
     assert made["thin"][0].seconds["prefill"] != made["dense"][0].seconds["prefill"]
 
 
-GROUP, SPANS = 2, Sizes(sink=2, window=5, flush=3)
-
-
-def rebuilt(q, k, v, keep, mean, in_middle):
-    """Attention of one query per row [B, Hq, D]: pruned channels of middle keys are their mean, empty heads drop it."""
-    k_middle = torch.where(keep[:, None], k, mean[:, None])
-    k = torch.where(in_middle[None, None, :, None], k_middle, k).repeat_interleave(GROUP, 1)
-    logits = torch.einsum("bhd,bhtd->bht", q, k) / DIM**0.5
-    dropped = (~keep.any(-1))[:, None] & in_middle
-    logits = logits.masked_fill(dropped.repeat_interleave(GROUP, 0), -torch.inf)
-    return torch.einsum("bht,bhtd->bhd", logits.softmax(-1), v.repeat_interleave(GROUP, 1))
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("chunks", [(30,), (7, 23)])
-def test_a_pruned_channel_is_its_mean(seed, chunks):
-    g = torch.Generator().manual_seed(seed)
-    keep, mean = torch.rand(HEADS, DIM, generator=g) > 0.6, torch.randn(HEADS, DIM, generator=g) * 3
-    keep[1] = False
-    layer = CompressedLayer(Middle(keep, center=mean), SPANS, choose_backend("torch"))
-    layer.expect(sum(chunks))
-    total = sum(chunks) + 12
-    k, v = torch.randn(2, 2, HEADS, total, DIM, generator=g, dtype=torch.float64)
-    q = torch.randn(2, HEADS * GROUP, total, DIM, generator=g, dtype=torch.float64)
-    at = 0
-    for n in (*chunks, 1, 1, 1, 4, 1, 1, 3):
-        new = slice(at, at + n)
-        layer.update(k[:, :, new], v[:, :, new])
-        start = None if layer.store is None else layer.store.start.copy()
-        out = layer.attend(q[:, :, new])
-        if start is not None and n == 1:
-            tokens = torch.arange(at + 1)
-            in_middle = (tokens >= SPANS.sink) & (tokens < int(start[0]))
-            assert in_middle.any()
-            expected = rebuilt(q[:, :, at], k[:, :, : at + 1], v[:, :, : at + 1], keep, mean.double(), in_middle)
-            torch.testing.assert_close(out[:, 0], expected, rtol=1e-5, atol=1e-5)
-        at += n
-
-
 def test_a_softmax_that_is_not_plain_is_refused():
-    layer = CompressedLayer(Middle(center=torch.zeros(HEADS, DIM)), SPANS, choose_backend("torch"))
+    layer = CompressedLayer(Middle(center=torch.zeros(HEADS, DIM)), Sizes(2, 5, 3), choose_backend("torch"))
     layer.update(*torch.randn(2, 1, HEADS, 9, DIM))
     with pytest.raises(ValueError, match="mean_keys"):
-        layer.attend(torch.randn(1, HEADS * GROUP, 9, DIM), softmax=Softmax(softcap=30.0))
+        layer.attend(torch.randn(1, 2 * HEADS, 9, DIM), softmax=Softmax(softcap=30.0))

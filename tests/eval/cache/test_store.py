@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 from torch.nn.functional import pad
 
 from leank.eval.cache import Sizes
-from leank.eval.cache.attention.backend import Auto
+from leank.eval.cache.attention.backend import UNTRIED, Auto, why_not_shape
 from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.memory import measure_store
 from leank.eval.cache.storage import segment as writing
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.codecs import RecordCodec
-from leank.eval.cache.storage.eviction import HeavyHitters
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.padded import Padded, compacted
 from leank.eval.cache.storage.quantised import Packing
@@ -85,20 +84,6 @@ def test_tokens_are_where_they_were_put(per_row, prune_v, appends, scattered, wh
         assert torch.equal(got_v, v * keep_v[row, head] if prune_v else v)
 
 
-@pytest.mark.parametrize("length", [1, 6, 7, 40, 127, 128, 129, 300])
-def test_a_prompt_without_padding_is_sealed_as_one_with_a_mask(length):
-    k, v = torch.randn(2, 2, HEADS, length, DIM)
-    keep = torch.rand(HEADS, DIM) < 0.5
-    stores = [Store(k, v, real, Middle(keep), Sizes(6, 70, 8)) for real in (None, torch.ones(2, length).bool())]
-    for name, held in stores[0].tensors().items():
-        other = stores[1].tensors()[name]
-        if name in ("prompt.k", "prompt.v"):
-            for at in np.ndindex(2, HEADS):
-                assert all(map(torch.equal, stores[0].prompt.read(*at), stores[1].prompt.read(*at)))
-        else:
-            assert torch.equal(held, other), name
-
-
 def test_a_tail_grows_rarely():
     """Growing copies all of it, so each time makes room for more than the tokens that are due."""
     store = Store(*torch.randn(2, 1, HEADS, 40, DIM), None, Middle(), Sizes(2, 6, 4))
@@ -167,20 +152,6 @@ def test_a_segment_holds_the_chosen_tokens_and_channels_and_nothing_else(seed, p
     assert store.prompt.v.numel() == int((store.prompt.capacity * widths.numpy()).sum())
 
 
-def test_heads_that_take_no_tokens_stay_as_they_are():
-    joins = torch.tensor([True, False, True])
-    keep = torch.ones(3, 16, dtype=torch.bool)
-    keep[2] = False
-    store = random_store(4, Middle(keep, joins=joins))[0]
-    before = store.prompt.length.copy()
-    for _ in range(150):
-        store.append(*torch.randn(2, 2, 3, 1, 16))
-        store.flush()
-    assert np.array_equal(store.prompt.length, before)
-    assert (store.tail.length[:, 0] > 140).all()
-    assert not store.tail.capacity[:, 1:].any()
-
-
 @pytest.mark.parametrize("pruned_values", [False, True])
 def test_bytes_are_what_the_formula_says(pruned_values):
     """4096 tokens, heads with budgets of their own: tokens x channels of K and of V, two whole ends, within 3%."""
@@ -217,11 +188,13 @@ def test_the_kernel_says_what_it_cannot(monkeypatch):
         Auto(insist=True).choose(store, q)
 
 
-def test_pruned_v_stays_out_of_kernels_that_evict_or_choose():
-    pruned = {"values": torch.ones(3, 16, dtype=torch.bool)}
-    assert Middle(**pruned).why_not_kernel is None
-    for more in ({"eviction": HeavyHitters(4)}, {"reads": object()}):
-        assert "every channel of V" in Middle(**pruned, **more).why_not_kernel
+@pytest.mark.parametrize("dim", UNTRIED)
+def test_a_head_dim_that_no_gpu_has_run_is_taken_where_it_is_asked_for(dim):
+    """Over numbers in 16 bits; other kernels do not have it at all."""
+    assert 'backend="triton" takes it' in why_not_shape(dim, 4, False, Middle().kernel_dims)
+    assert why_not_shape(dim, 4, True, Middle(eviction=object()).kernel_dims) is None
+    for other in (Middle(bits=Packing(4, 32)), Middle(reads=object())):
+        assert "has head_dim 64 and 128, the model" in why_not_shape(dim, 4, True, other.kernel_dims)
 
 
 # Records, stored and read back bit for bit, whatever their bits mean as numbers

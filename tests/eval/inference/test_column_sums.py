@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.kernels import ON_GPU, poisoned_memory  # noqa: F401
 
@@ -17,6 +16,8 @@ from leank.eval.inference import observe
 from leank.eval.inference.observe import Tiles, attend_and_sum, received
 from leank.eval.inference.prefill import prefill
 from tests.helpers.cache_oracle import left_padded, tiny_model
+from tests.helpers.largest import Largest
+from tests.oracles.attention import causal, weights
 
 SMALL = Tiles(keys=32, queries=16)
 
@@ -27,21 +28,8 @@ def of_groups(each, keys):
 
 
 def matrix(queries, keys, real=None, scaling=None, softmax=PLAIN):
-    """The whole softmax matrix [B, Hq, S, T] of the last S queries, a row at a time; padding is zero."""
-    (batch, heads, count, dim), (length, group) = queries.shape, (keys.shape[2], queries.shape[1] // keys.shape[1])
-    out = queries.new_zeros(batch, heads, count, length)
-    for b in range(batch):
-        for h in range(heads):
-            for t in range(count):
-                at = length - count + t
-                sees = [j for j in range(at + 1) if real is None or real[b, j]]
-                if real is None or real[b, at]:
-                    logits = keys[b, h // group, sees] @ queries[b, h, t] * (dim**-0.5 if scaling is None else scaling)
-                    if softmax.softcap is not None:
-                        logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
-                    sink = 0 if softmax.sink_logits is None else torch.exp(softmax.sink_logits[h])
-                    out[b, h, t, sees] = torch.exp(logits) / (torch.exp(logits).sum() + sink)
-    return out
+    """The whole softmax matrix [B, Hq, S, T] of the last S queries; padding is zero."""
+    return weights(queries, keys, scaling, causal(queries.shape[2], keys.shape[2], real), *softmax)
 
 
 def close(found, expected, tolerance=None):
@@ -132,18 +120,6 @@ def test_attention_received_on_a_gpu_is_that_in_float64(dtype, length):
     found = received(queries.cuda(), keys.cuda(), real=real.cuda())
     assert observe.multiplies_half(torch.device("cuda", 0), dtype)
     close(found.cpu(), received(queries.double(), keys.double(), real=real).float(), 1e-5)
-
-
-class Largest(TorchDispatchMode):
-    """The most numbers in any tensor that an operation makes, views aside."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            self.numbers = max(self.numbers, out.untyped_storage().nbytes() // out.element_size())
-        return out
 
 
 @pytest.mark.parametrize("padded", [False, True])

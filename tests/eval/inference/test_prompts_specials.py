@@ -13,7 +13,7 @@ from leank.eval.inference.prompts import SPECIALS, encode
 from leank.eval.methods import Method
 from leank.eval.report import summarise
 from leank.eval.run.job import Job
-from leank.eval.run.settings import Settings
+from leank.eval.run.replay import Settings
 from tests.helpers.replay_tools import Two
 from tests.helpers.report_rows import row as result
 

@@ -12,12 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leank.channel_scores import lowest_frequencies
-from leank.eval.benchmarks.base import Cell
-from leank.eval.benchmarks.ruler import Ruler
 from leank.eval.cache.attention.softmax import Softmax
-from leank.eval.inference.models import ModelConfig, load_config, load_model
+from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import pad_left, prefill
-from leank.eval.inference.prompts import encode
 from leank.eval.methods import Method, build_method
 from leank.eval.methods.channels.by_length import ByLength
 from leank.eval.methods.channels.double_sparsity_channels import DoubleSparsityChannels
@@ -368,33 +365,3 @@ def test_recent_keys_do_not_count():
     whole = IAP(0.5, 8, recent=0).keep_mask(seen, model.config)
     for recent in (40, 46):  # a prompt of recent tokens alone is scored on them
         assert torch.equal(IAP(0.5, 8, recent=recent).keep_mask(seen, model.config), whole)
-
-
-@pytest.fixture(scope="module")
-def reference():
-    """The reference model's config, and its passes over one RULER prompt of each of two tasks."""
-    place = ModelConfig(dtype="float32", device="cpu")
-    config, tokenizer = load_config(place)
-    model, passes = load_model(place), []
-    for task in ("niah_multikey_3", "vt"):
-        row = Ruler(tasks=[task], lengths=[1024], samples=1).row(Cell(task, 1024, ()), "0", tokenizer, 0)
-        passes.append(prefill(model, torch.tensor([encode(tokenizer, row).ids]), None, 0, 32))
-    return config, passes
-
-
-@pytest.mark.parametrize("ratio", [0.4, 0.7])
-def test_reconstruction_error_is_below_thinks_in_every_layer(reference, ratio):
-    """Figure 3: relative error of Q K^T on real queries and keys, mean over the heads of a layer."""
-    config, passes = reference
-    for one in passes:
-        found = {}
-        for name, chosen in (("think", ThinK(ratio)), ("iap", IAP(ratio, recent=0, **OFF))):
-            keep = chosen.keep_mask(one, config)[0]
-            assert (keep.sum(-1) == 64 - int(64 * ratio)).all()
-            found[name] = []
-            for layer, kept in zip(one.layers, keep, strict=True):
-                q, k = layer.queries[0].double().unflatten(0, (4, -1)), layer.keys[0].double()
-                exact = [q[h] @ k[h].T for h in range(4)]
-                off = [(q[h] * kept[h]) @ k[h].T - exact[h] for h in range(4)]
-                found[name].append(sum((a.norm() / b.norm()).item() for a, b in zip(off, exact, strict=True)) / 4)
-        assert all(a < b for a, b in zip(found["iap"], found["think"], strict=True))

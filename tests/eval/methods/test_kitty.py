@@ -1,6 +1,5 @@
 """Kitty: what a segment holds of every head, against loops over groups and channels; bytes; and what is refused."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,12 +7,10 @@ from hypothesis import strategies as st
 
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.quantised import Packing
-from leank.eval.cache.storage.segment import Extent
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.methods.bits.kitty import Boosted, Kitty
+from tests.helpers.segments import LAST, check_segment, random_channels
 from tests.oracles.rounding import fake_quantise
-
-HEADS, DIM = 3, 32
 
 
 def by_hand(k, v, share, group):
@@ -29,30 +26,16 @@ def by_hand(k, v, share, group):
     return found, torch.cat([fake_quantise(x, 2) for x in v.split(group, 1)], 1)
 
 
-@settings(max_examples=25, derandomize=True, deadline=None)
+@settings(max_examples=8, derandomize=True, deadline=None)
 @given(
     st.sampled_from([0.0, 0.125, 0.25, 1.0]), st.sampled_from([8, 16, 32]),
-    st.sampled_from([torch.float64, torch.bfloat16]), st.lists(st.integers(0, 5), min_size=1, max_size=3),
-    st.integers(0, 70), st.integers(0, 999),
+    st.sampled_from([torch.float64, torch.bfloat16]), st.lists(st.integers(0, 5), min_size=1, max_size=3), LAST,
+    st.integers(0, 999),
 )  # fmt: skip
 def test_a_segment_holds_what_loops_say(share, group, dtype, appends, last, seed):
-    """Ragged heads and an empty one, room that grows, a short last group."""
-    generator = torch.Generator().manual_seed(seed)
-    keep = torch.rand(1, HEADS, DIM, generator=generator) < torch.rand(1, HEADS, 1, generator=generator) + 0.1
-    keep[0, 1] = False
-    channels = KeptChannels.of(keep, torch.empty(1, HEADS, 0, DIM))
-    segment = Boosted(share, Packing(2, group)).segment(Extent(channels, np.full((1, HEADS), 64), DIM, dtype))
-    want = [[], [], []]
-    for tokens in [n * group for n in appends] + [last]:
-        k, v = torch.randn(2, 1, HEADS, tokens, DIM, generator=generator, dtype=torch.float64).to(dtype)
-        segment = segment.grown(segment.capacity + tokens * (segment.capacity > 0))
-        segment.append(np.array([0]), k, v)
-        for h in range(HEADS):
-            want[h].append(by_hand(k[0, h][:, keep[0, h]], v[0, h], share, group))
-    for h in range(HEADS):
-        found = segment.read(0, h)
-        for got, pieces in zip(found, zip(*want[h], strict=True), strict=True):
-            torch.testing.assert_close(got, torch.cat(pieces) if keep[0, h].any() else got[:0], rtol=0, atol=0)
+    channels = KeptChannels.of(random_channels(seed, 32), torch.empty(2, 3, 0, 32))
+    codec = Boosted(share, Packing(2, group))
+    check_segment(codec, channels, 32, appends, last, seed, lambda _, k, v: by_hand(k, v, share, group), dtype)
 
 
 def test_larger_channels_come_back_better():

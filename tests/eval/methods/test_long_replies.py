@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface
 
 from leank.eval.cache import Sizes
 from leank.eval.cache.attention.backend import Auto
@@ -23,7 +23,9 @@ from leank.eval.methods.tokens.lethe import Lethe, hoyer
 from leank.eval.methods.tokens.rkv import RKV
 from leank.eval.methods.tokens.tova import TOVA
 from leank.mask import ChannelMask
+from tests.conftest import tiny_model
 from tests.oracles import cache_attention as naive
+from tests.oracles.attention import weights as attention_weights
 
 RUNNING = []  # the slow form whose turn it is
 
@@ -76,8 +78,7 @@ class Slow:
     def prompt(self, index, q, k, v, scaling):
         heads, tokens = k.shape[:2]
         group, choice, sizes = len(q) // heads, self.choice, self.sizes
-        logits = q @ k.repeat_interleave(group, 0).mT * scaling
-        weights = logits.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+        weights = attention_weights(q[None], k[None], scaling)[0]
         sums = weights.sum(1).unflatten(0, (heads, group)).sum(1)
         start = max(sizes.sink, tokens - sizes.window)
         certain = start
@@ -184,14 +185,12 @@ AttentionInterface.register("slow_replies", _slow)
 @functools.cache
 def random_model(dim, heads, group, layers):
     """A model of random weights whose attention is peaked enough that a token that is gone changes its logits."""
-    torch.manual_seed(dim)
     width = 4 * heads * group
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=width, intermediate_size=16, num_hidden_layers=layers, head_dim=dim,
+    return tiny_model(
+        "llama", dim, vocab_size=97, hidden_size=width, intermediate_size=16, num_hidden_layers=layers, head_dim=dim,
         num_attention_heads=heads * group, num_key_value_heads=heads, initializer_range=1.2 / width**0.5,
         max_position_embeddings=4096, pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
-    return LlamaForCausalLM(config).double().eval().requires_grad_(False)
 
 
 def replayed(chosen, model, ids, real, forced):

@@ -26,8 +26,7 @@ from leank.eval.methods.memory import (
     share_of_dense,
 )  # fmt: skip
 from leank.eval.methods.tokens.duo_attention import DuoAttention
-from leank.eval.run.replay import Replay, cache_bytes
-from leank.eval.run.settings import Settings
+from leank.eval.run.replay import Replay, Settings, cache_bytes
 from leank.mask import ChannelMask
 from leank.shape import kv_shape
 from tests import ROOT
@@ -68,6 +67,7 @@ def made(model, masks):
             if isinstance(choice, dict) and choice["name"] in ("double_sparsity", "double_sparsity_channels"):
                 choice.update(samples=1, length=256)
             if isinstance(choice, dict) and choice["name"] in (
+                "chanmix",
                 "duo_attention",
                 "fp8",
                 "kq_svd",

@@ -26,7 +26,7 @@ from leank.eval.methods.prefill.pyramid_infer import PyramidInfer
 from leank.eval.methods.registry import choice
 from leank.eval.methods.tokens.snapkv import SnapKV
 from leank.eval.report.summary import summarise
-from leank.eval.rows.results import read
+from leank.eval.rows import read
 from leank.mask import ChannelMask
 from tests.conftest import ARCHITECTURES, tiny_model
 from tests.helpers.cache_oracle import VOCAB

@@ -3,23 +3,16 @@ changes."""
 
 import itertools
 
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from leank.eval.cache import CompressedLayer, Sizes
 from leank.eval.cache.attention.backend import choose_backend
-from leank.eval.cache.memory import measure_store
 from leank.eval.cache.storage.middle import Middle
-from leank.eval.inference.prefill import prefill
-from leank.eval.methods import Method
-from leank.eval.methods.channels.leank import LeanK
 from leank.eval.methods.reads.double_sparsity import DoubleSparsity, Labels
-from leank.eval.methods.reads.quest import Pages, Quest
-from leank.mask import ChannelMask
-from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, random_keep, run, tiny_model
-from tests.oracles.cache_attention import bounds_of
+from leank.eval.methods.reads.quest import Quest
+from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, random_keep
 
 SIZES = Sizes(2, 6, 4)
 
@@ -111,49 +104,6 @@ def test_a_step_reads_what_the_loops_choose(seed, lengths, page, budget, grow, b
         elif of.any():
             chosen = pages_by_hand(one[of], middle, page, max(1, spare // page))
         torch.testing.assert_close(out[row, 0, head], by_hand(one, k, v, of, start, chosen))
-
-
-@pytest.mark.parametrize(
-    "reads", [Quest(500, 4, 1), DoubleSparsity(500, 0.5, length=24, samples=1)], ids=["quest", "ds"]
-)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_enough_budget_changes_nothing(reads, family):
-    model, (ids, mask) = tiny_model(family), left_padded([40, 23], 3)
-    if isinstance(reads, DoubleSparsity):
-        reads._found[reads.labels.calibrated_on] = torch.rand(LAYERS, HEADS, DIM)
-    keep = LeanK(ChannelMask(random_keep(3)))
-    found = []
-    for one in (Method("with", keep, reads=reads, **vars(SIZES)), Method("without", keep, **vars(SIZES))):
-        cache = one.cache(model, prefill(model, ids[:, :-1], mask[:, :-1].bool(), 0))
-        found.append(run(model, cache, ids, mask, 12, "leank")[1])
-    torch.testing.assert_close(*found)
-
-
-def test_reordered_rows_keep_their_bounds():
-    layer, _ = layer_of(Quest(20, 4, 0), [50, 31], 5)
-    alone, _ = layer_of(Quest(20, 4, 0), [50, 31], 5)
-    layer.reorder_cache(torch.tensor([1, 1, 0]))
-    q = torch.randn(2, 2 * HEADS, 1, DIM, dtype=torch.float64)
-    position = torch.tensor([[49], [30]])
-    out = layer.choice.choose(layer.store, q).attend(layer.store, q[[1, 1, 0]], position[[1, 1, 0]], 1.0)
-    torch.testing.assert_close(
-        out, alone.choice.choose(alone.store, q).attend(alone.store, q, position, 1.0)[[1, 1, 0]]
-    )
-
-
-def test_bounds_are_counted():
-    layer, _ = layer_of(Quest(20, 16, 0), [2 + 64 + 6], 0)
-    table = 3 * HEADS * 8  # where each head's are
-    assert measure_store(layer.store).extra == 2 * (64 // 16) * HEADS * DIM * 8 + table
-
-
-def test_a_partly_filled_page_is_bounded_by_its_own_tokens():
-    layer, _ = layer_of(Quest(20, 16, 0), [2 + 20 + 6], 0)
-    assert isinstance(layer.store.reads, Pages)
-    k, _ = layer.store.prompt.read(0, 0)
-    low, high = bounds_of(layer.store.reads.bounds, 0, 0)
-    torch.testing.assert_close(low[1], k[16:].amin(0))
-    torch.testing.assert_close(high[1], k[16:].amax(0))
 
 
 def test_double_sparsity_leaves_its_first_layers_dense():

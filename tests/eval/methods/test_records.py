@@ -12,10 +12,9 @@ from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import prefill
 from leank.eval.methods import build_method
 from leank.eval.methods.bits.kq_svd import KQSVD
-from leank.eval.methods.bits.pca import PCA, Coordinates
+from leank.eval.methods.bits.pca import PCA
 from leank.eval.methods.bits.spark import INTEGER, Records, SparK, query_norms
 from leank.eval.methods.channels.pair_energy import PairEnergy
-from leank.eval.methods.memory import match, share_of_dense
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, tiny_model
 
 SIZES = {"sink": 2, "window": 6, "flush": 4}
@@ -167,18 +166,3 @@ def test_records_take_no_choice_of_channels():
     ids, _ = left_padded([40], 1)
     with pytest.raises(ValueError, match="keep all channels; leave out the choice of channels"):
         chosen.cache(model, prefill(model, ids, None, 0, obs_queries=32))
-
-
-@pytest.mark.parametrize("name", ["kq_svd", "pca", "spark"])
-def test_match_moves_the_ratio(name):
-    config, _ = load_config(ModelConfig())
-    one = build_method(name, {"bits": {"name": name}}, {"sink": 4, "window": 32})
-    found = match(one, 0.75, config, [4000], 2)
-    assert share_of_dense(found, config, [4000], 2) == pytest.approx(0.75, rel=0.03)
-    assert found.bits.ratio != one.bits.ratio
-
-
-def test_coordinates_of_every_dimension_are_the_key():
-    keys, basis = torch.randn(1, 2, 9, 8), torch.linalg.qr(torch.randn(2, 8, 8))[0]
-    code = Coordinates(basis)
-    torch.testing.assert_close(code.decode(code.encode(keys, ROWS), ROWS), keys)

@@ -13,10 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from leank.eval.cache import Sizes
-from leank.eval.inference.decode import greedy
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import Prefill, PromptLayer, prefill
-from leank.eval.methods import build_method
 from leank.eval.methods.base import Method
 from leank.eval.methods.prefill.repeat import Repeat, Words
 from leank.eval.methods.tokens import rkv
@@ -32,7 +30,8 @@ from leank.eval.methods.tokens.streaming_llm import StreamingLLM
 from leank.eval.methods.tokens.tova import TOVA
 from tests import DATA
 from tests.helpers import kvpress
-from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, oracle_cache, run, tiny_model
+from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, tiny_model
+from tests.oracles.attention import weights
 
 
 def observed(lengths, seed=0, family="llama", model=None, **changes):
@@ -50,14 +49,7 @@ def alone(model, lengths, row, seed=0):
 
 def attention(queries, keys):
     """Softmax rows [Hq, n, T] of the last n queries, each over what it sees."""
-    count, length, group = queries.shape[1], keys.shape[1], queries.shape[0] // keys.shape[0]
-    out = torch.zeros(queries.shape[0], count, length, dtype=torch.float64)
-    for head in range(queries.shape[0]):
-        for t in range(count):
-            seen = length - count + t + 1
-            logits = keys[head // group, :seen] @ queries[head, t] / keys.shape[-1] ** 0.5
-            out[head, t, :seen] = logits.softmax(0)
-    return out
+    return weights(queries[None], keys[None])[0]
 
 
 def kept_of(keep, row, length):
@@ -367,45 +359,6 @@ def test_duo_attention_without_a_pattern_streams_the_highest_ratio():
     streams = choice.streaming()
     assert streams.sum() == 2
     assert ratios[streams].min() >= ratios[~streams].max()
-
-
-@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "streaming_llm", "duo_attention", "h2o"])
-def test_answers_are_those_of_a_dense_cache_that_does_not_see_the_others(name, tmp_path):
-    """A padded batch against generate() of each prompt alone with the oracle, past moves out of the window."""
-    setting = {
-        "snapkv": {"budget": 14, "queries": 3},
-        "pyramidkv": {"budget": 14, "queries": 3},
-        "h2o": {"budget": 14, "evict": False},
-        "duo_attention": {"pattern": duo(tmp_path, [[0.1, 0.9], [0.8, 0.2]]).pattern},
-        "streaming_llm": {},
-    }[name]
-    sizes = {"sink": SIZES.sink, "window": SIZES.window, "flush": SIZES.flush}
-    chosen = build_method(name, {"tokens": {"name": name, **setting}, **sizes})
-    model, lengths, new = tiny_model("llama"), (34, 19, 26), 14
-    ids, mask = left_padded(lengths, 5)
-    found = prefill(model, ids, mask.bool(), new, chosen.obs_queries, column_sums=chosen.column_sums)
-    cache = chosen.cache(model, found)
-    tokens, _, _ = greedy(model, cache, found.logits, found.real, found.lengths, [], [new] * 3, [new] * 3, None)
-    dense, joins = 0, chosen.tokens.joins(model.config)
-    for row, length in enumerate(lengths):
-        one = prefill(model, ids[row : row + 1, -length:], None, new, 8, column_sums=True)
-        keeps = chosen.tokens.keep_mask(one, model.config, SIZES)
-        full = torch.ones(1, HEADS, length, dtype=torch.bool)
-        by_layer = {"tokens": [full if keep is None else keep for keep in keeps]}
-        if joins is not None:
-            by_layer["joins"] = joins
-        expected, _ = run(
-            model,
-            oracle_cache(torch.ones(LAYERS, HEADS, DIM, dtype=torch.bool), *sizes.values(), **by_layer),
-            ids[row : row + 1, -length:],
-            None,
-            new,
-            "oracle",
-        )
-        assert tokens[row] == expected[0, length:].tolist()
-        plain, _ = run(model, None, ids[row : row + 1, -length:], None, new, "eager")
-        dense += tokens[row] == plain[0, length:].tolist()
-    assert dense < len(lengths)  # what was dropped mattered
 
 
 def test_a_budget_may_be_a_share_of_each_prompt():

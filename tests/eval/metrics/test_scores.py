@@ -23,7 +23,7 @@ LONGBENCH = {
     "code_sim_score": ("lcc", longbench.code_similarity),
     "rouge_zh_score": ("vcsum", longbench.rouge_chinese),
     "qa_f1_zh_score": ("multifieldqa_zh", longbench.qa_f1_chinese),
-    "retrieval_zh_score": ("passage_retrieval_zh", longbench.retrieval_chinese),
+    "retrieval_zh_score": ("passage_retrieval_zh", longbench.METRIC_OF_TASK["passage_retrieval_zh"]),
 }
 RULER = {"string_match_all": "ruler_all", "string_match_part": "ruler_part"}
 BUCKETS = ("0-4k", "4-8k", "8k+")

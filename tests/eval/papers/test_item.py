@@ -23,8 +23,7 @@ from leank.eval.methods.channels.iap import IAP
 from leank.eval.methods.memory import method_bytes
 from leank.eval.papers import judge, make
 from leank.eval.papers.item import ITEMS, Contrast, Expect, Item, find, of_papers
-from leank.eval.papers.make import Made, Runner
-from leank.eval.papers.page import commands, of_item, page
+from leank.eval.papers.make import Made, Runner, commands, of_item, page
 from leank.eval.report.groups import frame
 from leank.eval.run.build import expanded
 from leank.typed import STRICT
@@ -218,13 +217,9 @@ def test_what_an_item_needs_keeps_its_capitals():
     assert "Needs Llama-3.1-Nemotron-8B-UltraLong-1M-Instruct" in text
 
 
-@pytest.mark.parametrize("spelling", ["LeanK:Figure7", "leank:fig7", "leank: figure 7"])
-def test_an_item_by_its_name(spelling):
-    assert find(spelling).id == "leank:fig7"
-
-
-def test_an_unknown_item_is_answered_with_the_nearest():
-    with pytest.raises(ValueError, match=r"leank:fig77 is no item; did you mean leank:fig7, .*--list shows all"):
+def test_an_item_by_its_name():
+    assert find("leank:fig7").id == "leank:fig7"
+    with pytest.raises(ValueError, match=r"leank:fig77 is no item; .*--list shows all"):
         find("leank:fig77")
 
 
@@ -234,9 +229,9 @@ def rows(method, scores, task="vt", bytes_=100.0, first=None, **more):
             for i, score in enumerate(scores)]  # fmt: skip
 
 
-def contrast(check, made, alone=True):
+def contrast(check, made):
     (claim,) = Item(id="think:fig1", shows="x", checks=[check]).checks
-    return judge.contrast(claim, [frame(made)] if made else [], alone)
+    return judge.contrast(claim, [frame(made)] if made else [])
 
 
 def expect(found, of="kind == 'a'", **more):
@@ -291,9 +286,6 @@ def test_ratios_of_bytes_and_of_seconds_are_judged(measure, verdict):
     found = contrast(f"{measure} of a / b < 1", cheap)
     assert found.verdict == verdict
     assert found.sentence.startswith(f"a / b, below 1: {'0.5' if measure == 'bytes' else '1.49'} times")
-    shared = contrast(f"{measure} of a / b < 2", cheap, alone=False)
-    assert shared.verdict == ("shows" if measure == "bytes" else "undecided")  # processes that shared the machine
-    assert ("several processes shared" in shared.why) == (measure != "bytes")
 
 
 def test_the_seconds_of_a_batch_are_one_measurement():

@@ -20,11 +20,9 @@ from leank.eval.methods.reads.quest import Quest
 from leank.eval.methods.tokens.snapkv import SnapKV
 from leank.eval.methods.tokens.streaming_llm import StreamingLLM
 from leank.eval.report import write_report
-from leank.eval.rows.results import Results, read
-from leank.eval.run.compression import Warnings
+from leank.eval.rows import Results, read
 from leank.eval.run.job import Job
-from leank.eval.run.replay import Replay
-from leank.eval.run.settings import Settings
+from leank.eval.run.replay import Replay, Settings, Warnings
 from tests.helpers.cache_oracle import tiny_model
 from tests.helpers.replay_tools import NEW, SIZES, Letters, Two, methods, prompts, rows
 from tests.helpers.report_rows import row, stored

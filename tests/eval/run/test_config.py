@@ -17,7 +17,7 @@ from leank.eval.inference.prompts import encode, overhead
 from leank.eval.methods import AXES, REGISTRY, build_method, name_of
 from leank.eval.methods.memory import share_of_dense
 from leank.eval.report.summary import summarise
-from leank.eval.rows.results import read
+from leank.eval.rows import read
 from leank.eval.run.build import build_job, expanded
 from leank.mask import ChannelMask
 from tests import ROOT

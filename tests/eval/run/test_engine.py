@@ -21,8 +21,7 @@ from leank.eval.methods.prefill.asl import ASL
 from leank.eval.methods.prefill.fastkv import FastKV
 from leank.eval.methods.tokens.h2o import H2O
 from leank.eval.methods.tokens.snapkv import SnapKV
-from leank.eval.run.replay import Replay
-from leank.eval.run.settings import Settings
+from leank.eval.run.replay import Replay, Settings
 from tests.helpers.cache_oracle import FAMILIES, tiny_model
 from tests.helpers.replay_tools import NEW, SIZES, Letters, alone, methods, prompts, rows
 from tests.helpers.text_tokenizers import tokenizer
@@ -348,14 +347,12 @@ def test_rows_end_at_their_own_bounds_and_no_step_follows_the_last():
     ids=["static channels", "packed, channels of each prompt"],
 )
 @pytest.mark.parametrize("lengths", [[400, 400], [420, 180, 300]], ids=["equal", "padded"])
-def test_a_captured_loop_gives_the_tokens_of_an_eager_one(config, lengths, monkeypatch):
+def test_a_captured_loop_gives_the_tokens_of_an_eager_one(config, lengths, captures, monkeypatch):
     model = load_model(ModelConfig())
     chosen = build_method("one", config, {"sink": 16, "window": 96})
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(10, 4000, (n,), generator=generator).tolist() for n in lengths]
     ids, real = pad_left(prompts, 0, model.device)
-    captures, capture = [], DecodeLoop.capture
-    monkeypatch.setattr(DecodeLoop, "capture", lambda loop: (captures.append(1), capture(loop)))
     found = []
     for least in (MORE, 16):  # never captured, captured
         monkeypatch.setattr(decode, "CAPTURE_FOR", least)

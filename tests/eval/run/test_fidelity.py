@@ -22,8 +22,7 @@ from leank.eval.methods.reads.quest import Quest
 from leank.eval.methods.tokens.h2o import H2O
 from leank.eval.methods.tokens.lethe import Lethe
 from leank.eval.run.fidelity import compare
-from leank.eval.run.replay import Replay
-from leank.eval.run.settings import Settings
+from leank.eval.run.replay import Replay, Settings
 from leank.head import Head
 from leank.mask import ChannelMask
 from tests.helpers.cache_oracle import random_keep, tiny_model

@@ -6,8 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.sizes import Sizes
@@ -18,7 +16,10 @@ from leank.eval.serving.layout import LINE, STRIPE, PageLayout
 from leank.eval.serving.plan import RestBlocks
 from leank.mask import ChannelMask
 from tests import ROOT
+from tests.helpers.largest import Largest
 from tests.oracles import cache_attention as naive
+from tests.oracles.attention import attention as attend_plainly
+from tests.oracles.attention import causal
 
 
 def random_layout(seed, block=16, dim=32, layers=2, heads=3):
@@ -189,22 +190,14 @@ def decoded_by_the_cache(keep, prompt, k, v, q):
 
 
 def plainly(keep, k, v, q, first, chunk):
-    """What the layout says a chunk from position `first` reads, one query at a time."""
-    outs = []
-    for i in range(chunk):
-        at = first + i
-        token = torch.arange(at + 1)
-        middle = (token >= SINK) & (token < first - WINDOW)
-        out = []
-        for head in range(HEADS * GROUP):
-            kv = head // GROUP
-            keys = torch.where(middle[:, None], k[: at + 1, kv] * keep[0, kv], k[: at + 1, kv])
-            logits = keys @ q[at, head] * SCALE
-            if not keep[0, kv].any():
-                logits = logits.masked_fill(middle, -torch.inf)
-            out.append(logits.softmax(0) @ v[: at + 1, kv])
-        outs.append(torch.stack(out))
-    return torch.stack(outs)
+    """What the layout says a chunk from position `first` reads."""
+    end, token = first + chunk, torch.arange(first + chunk)
+    middle = (token >= SINK) & (token < first - WINDOW)
+    keys = torch.where(middle[:, None, None], k[:end] * keep[0], k[:end])
+    gone = middle & ~keep[0].any(-1, keepdim=True)  # [H, T]
+    seen = causal(chunk, end) & ~gone.repeat_interleave(GROUP, 0)[:, None]
+    q, keys, v = (x.transpose(0, 1)[None] for x in (q[first:end], keys, v[:end]))
+    return attend_plainly(q, keys, v, SCALE, seen)[0].transpose(0, 1)
 
 
 @pytest.mark.parametrize(("block", "seed"), [(16, 0), (32, 1), (48, 2), (128, 3)])
@@ -243,17 +236,6 @@ def test_positions_that_a_preempted_request_generated_read_what_they_read_before
     (first,) = server.step([("in chunks", 60, k[:100], v[:100], q[:100], 100)])
     (second,) = server.step([("in chunks", 60, k[100:], v[100:], q[100:], 140)])
     torch.testing.assert_close(torch.cat([first, second])[60:], wanted)
-
-
-class Largest(TorchDispatchMode):
-    """The numbers of the largest tensor that was made."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        self.numbers = max([self.numbers, *(x.numel() for x in tree_leaves(made) if isinstance(x, torch.Tensor))])
-        return made
 
 
 def test_a_long_reply_that_is_computed_again_takes_no_more_memory_than_its_k_and_v(monkeypatch):

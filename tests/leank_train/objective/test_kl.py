@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import asdict
 from itertools import pairwise
 from unittest import TestCase
 
@@ -331,7 +332,7 @@ def test_a_run_leaves_other_ratios_and_says_how_the_scores_separated(finished, m
         assert mask.metadata["ratio"] == ratio
         assert abs(mask.pruning_ratio - ratio) <= 2 / 64
     found = json.loads((finished / "metrics.json").read_text())["separation"]
-    assert found == Separation.of(scores, 0.7).metrics
+    assert found == asdict(Separation.of(scores, 0.7))
     assert fingerprint(settings(model_folder)) == fingerprint(settings(model_folder, "extra_ratios=[0.5]"))
 
 

@@ -1,13 +1,16 @@
 """What the measurements of attention make of their times, and that all bytes are read."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")  # Linux only
 
-from scripts.bench.attention import fitted, main
+from leank.eval.cache.storage.middle import Middle
+from scripts.bench import attention
+from scripts.bench.attention import DTYPE, SHAPE_LIST, fitted, main, random_keep
 from scripts.bench.reading_kernel import LAUNCHES, read
 from tests.helpers.kernels import DEVICE
 
@@ -28,6 +31,21 @@ def test_the_reading_kernel_reads_every_word(block):
     read(words, out, block)
     shares = [words[p * blocks // 3 * block : (p + 1) * blocks // 3 * block] for p in range(3)]
     assert out.tolist() == [int(share.max()) for share in shares]
+
+
+@pytest.mark.parametrize("dim", [64, 192, 256])
+def test_a_random_mask_of_any_head_dim_has_its_share_of_the_bytes(dim, monkeypatch):
+    keep = random_keep(8, dim)
+    assert keep.float().mean() == pytest.approx(0.3, abs=0.02)
+    assert (keep.view(8, -1, 32).sum(-1) % 32 == 0).all()
+    shape = replace(SHAPE_LIST[0], batch=1, context=2048, dim=dim)
+    random = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *size, device, dtype: random(*size, dtype=dtype))  # a GPU's, elsewhere
+    store = attention.make_store(shape, Middle(keep))
+    middle, ends = 2048 - 1 - 128 - 1024, 128 + 1024 + 1
+    of_middle = middle * int((keep.sum(-1) + dim * keep.any(-1)).sum())
+    assert attention.needed_bytes(store) == (of_middle + 8 * ends * 2 * dim) * DTYPE.itemsize
+    assert shape.query().shape == (1, 32, 1, dim)
 
 
 def test_without_a_gpu_it_says_so_and_leaves_nothing(tmp_path, monkeypatch):

@@ -12,8 +12,7 @@ from leank.eval.inference.models import ModelConfig, load_config, load_model
 from leank.eval.methods import Method
 from leank.eval.methods.registry import REGISTRY, name_of
 from leank.eval.methods.tokens.snapkv import SnapKV
-from leank.eval.run.replay import Replay
-from leank.eval.run.settings import Settings
+from leank.eval.run.replay import Replay, Settings
 from scripts.bench import methods
 from scripts.bench.common import ROOT
 
@@ -56,31 +55,32 @@ def test_methods_beside_dense(tmp_path, monkeypatch):
     ]
 
 
-def test_a_pass_makes_place_and_comes_back():
-    """A method decodes the same from it before and after."""
-    model, tokenizer = load_model(ModelConfig()), load_config(ModelConfig())[1]
-    bench = methods.Bench(Replay(model, tokenizer, Settings()), 2)
+@pytest.fixture
+def passed():
+    """SnapKV's measurements, the method, its pass over a prompt, and the place of this pass."""
+    bench = methods.Bench(Replay(load_model(ModelConfig()), load_config(ModelConfig())[1], Settings()), 2)
     method = Method("snapkv", tokens=SnapKV(budget=64), sink=0, window=32)
     prompt, _ = bench.prefill(method, 200, method.obs_queries)
-    aside, logits = methods.Aside(prompt, goes=True), []
+    return bench, method, prompt, methods.Aside(prompt, goes=True)
+
+
+def test_a_pass_makes_place_and_comes_back(passed):
+    """A method decodes the same from it before and after."""
+    (bench, method, prompt, aside), logits = passed, []
     for _ in range(2):
         cache, _ = bench.cache(method, prompt)
-        logits.append(DecodeLoop(model, cache, prompt.lengths[:, None]).step(torch.tensor([[7]])))
+        logits.append(DecodeLoop(bench.model, cache, prompt.lengths[:, None]).step(torch.tensor([[7]])))
         aside.leave()
         aside.come_back()
     assert torch.equal(*logits)
 
 
-def test_a_pass_that_is_left_for_good_holds_nothing():
+def test_a_pass_that_is_left_for_good_holds_nothing(passed):
     """The last batch of a pass has its place, and its cache is not changed by that."""
-    model, tokenizer = load_model(ModelConfig()), load_config(ModelConfig())[1]
-    bench = methods.Bench(Replay(model, tokenizer, Settings()), 2)
-    method = Method("snapkv", tokens=SnapKV(budget=64), sink=0, window=32)
-    prompt, _ = bench.prefill(method, 200, method.obs_queries)
-    aside, row = methods.Aside(prompt, goes=True), {"method": "snapkv", "length": 200, "rows": 3}
+    bench, method, prompt, aside = passed
+    row, again = ({"method": "snapkv", "length": 200, "rows": 3} for _ in range(2))
     bench.decode(row, method, prompt, aside, 3)
     assert all(layer.keys.numel() for layer in prompt.layers)
-    again = {"method": "snapkv", "length": 200, "rows": 3}
     bench.decode(again, method, prompt, aside, 3, last=True)
     assert not any(layer.keys.numel() + layer.values.numel() for layer in prompt.layers)
     assert [again[name] for name in ("gb", "read_gb", "batch")] == [row[name] for name in ("gb", "read_gb", "batch")]

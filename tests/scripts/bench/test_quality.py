@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from leank.eval.rows.results import Results
+from leank.eval.rows import Results
 from scripts.bench.quality import by_ratio, by_ratio_and_task, by_turn, main, named, ratios_page, spread, widened
 from tests import ROOT
 from tests.helpers.report_rows import row

@@ -20,7 +20,9 @@ from leank.eval.cache.attention.kernels.evict import logits_of, store_lse
 from leank.eval.cache.attention.kernels.parts import (
     _gather,
     _kept_channels,
+    columns,
     merge,
+    ranks_of,
     real_rows,
     sink_and_window,
     step,
@@ -78,10 +80,14 @@ def _keys(k, channel, count, token, tokens, EVEN: tl.constexpr, PAGE: tl.constex
 def _values(
     v, at, width, token, tokens, D: tl.constexpr, VALUES: tl.constexpr, PAGE: tl.constexpr, WHOLE: tl.constexpr,
 ):
-    """V tile of tokens at .. at + tokens - 1, zeros behind them unless the tile is whole: [T, D], or [T, VALUES]."""
+    """V tile of tokens at .. at + tokens - 1, zeros behind them unless the tile is whole: [T, P], or [T, VALUES]."""
     if VALUES == 0:
-        v_at = v + tl.multiple_of(at * D, PAGE) + (token[:, None] * D + tl.arange(0, D)[None, :])
-        found = tl.load(v_at) if WHOLE else tl.load(v_at, mask=(token < tokens)[:, None], other=0.0)
+        d = tl.arange(0, triton.next_power_of_2(D))
+        v_at = v + tl.multiple_of(at * D, PAGE) + (token[:, None] * D + d[None, :])
+        if WHOLE and d.shape[0] == D:
+            found = tl.load(v_at)
+        else:
+            found = tl.load(v_at, mask=columns(token < tokens, d, D), other=0.0)
     else:
         channel = tl.arange(0, VALUES)
         page = v + tl.multiple_of((at // PAGE) * (width * PAGE), PAGE)
@@ -92,8 +98,8 @@ def _values(
 
 @triton.jit
 def add_kept(acc, of_kept, m_before, m, ranks, D: tl.constexpr):
-    """Add of_kept [M, VALUES] of maximum m to acc [M, D] of m_before; ranks: each channel's place, -1 = pruned."""
-    rank = tl.load(ranks + tl.arange(0, D))
+    """Add of_kept [M, VALUES] of maximum m to acc [M, P] of m_before; ranks: each channel's place, -1 = pruned."""
+    rank = ranks_of(ranks, tl.arange(0, acc.shape[1]), D)
     place = tl.broadcast_to(tl.maximum(rank, 0)[None, :], acc.shape)
     found = tl.where((rank >= 0)[None, :], tl.gather(of_kept, place, 1), 0.0)
     return acc * tl.exp2(m_before - tl.where(m == float("-inf"), 0.0, m))[:, None] + found
@@ -106,11 +112,11 @@ def middle(
 ):
     """Tokens [first, last) of a middle part with up to C0 + C1 channels; whole tiles without masks, then the rest.
 
-    acc: [M, D], or [M, VALUES] where V is pruned to `width` channels, at most VALUES
+    acc: [M, P], or [M, VALUES] where V is pruned to `width` channels, at most VALUES
     logits: [M], where the logit of the part's first token is written; used if WEIGHTS.
     """
     TILE: tl.constexpr = F.TILE
-    EVEN: tl.constexpr = F.EVEN
+    EVEN: tl.constexpr = F.EVEN and C0 + C1 < 256  # the form for 256 channels is that for 224, too
     PAGE: tl.constexpr = F.PAGE
     token = tl.arange(0, TILE)
     c0 = tl.arange(0, C0)
@@ -180,6 +186,26 @@ def _read(
 
 
 @triton.jit
+def _many(
+    acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale, logits, F: tl.constexpr,
+):
+    """What `_kept` does for more than 96 channels of a head of more than 128."""
+    if count <= 128:
+        acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
+                          logits, 128, 0, F)
+    elif count <= 160:
+        acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
+                          logits, 128, 32, F)
+    elif count <= 192:
+        acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
+                          logits, 128, 64, F)
+    elif F.D > 192:
+        acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
+                          logits, 128, 128, F)
+    return acc, m, z
+
+
+@triton.jit
 def _kept(
     acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale, logits, F: tl.constexpr,
 ):
@@ -194,9 +220,12 @@ def _kept(
         if count <= 96:
             acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
                               logits, 64, 32, F)
-        else:
+        elif F.D == 128:
             acc, m, z = _read(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
                               logits, 128, 0, F)
+        else:
+            acc, m, z = _many(acc, m, z, q_row, ok, index, ranks, base, k_at, v_at, first, last, count, width, scale,
+                              logits, F)
     return acc, m, z
 
 
@@ -209,7 +238,8 @@ def _finish(
 
     The only partial result of a (row, head) is its result. partial, stat: of the program's chunk of queries
     """
-    chunk, r, d = tl.program_id(1), tl.arange(0, F.M), tl.arange(0, F.D)
+    P: tl.constexpr = acc.shape[1]
+    chunk, r, d = tl.program_id(1), tl.arange(0, F.M), tl.arange(0, P)
     if partials == 1:
         total = tl.sum(z, 1)
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -220,13 +250,13 @@ def _finish(
         # asked for now, needed at the very end
         real = real_rows(row, queries.position, queries.tokens, chunk, F.ROWS, F.M, F.GROUP)
         at = number * F.ROWS + r
-        tl.store(partial + at[:, None] * F.D + d[None, :], acc, mask=ok[:, None])
+        tl.store(partial + at[:, None] * P + d[None, :], acc, mask=ok[:, None])
         tl.store(stat + 2 * at, m, mask=ok)
         tl.store(stat + 2 * at + 1, tl.sum(z, 1), mask=ok)
         tl.debug_barrier()  # all of it is written before the ticket says so
         ticket = results.done + chunk * places + row * F.H + head
         if tl.atomic_add(ticket, 1, sem="acq_rel") == partials - 1:
-            merged, most, total = merge(partial, stat, first_number, partials, F.ROWS, F.MERGE_LINES, F.D)
+            merged, most, total = merge(partial, stat, first_number, partials, F.ROWS, F.MERGE_LINES, P)
             store_rows(results.out, merged, real, row, head, queries.tokens, chunk, F.ROWS, F.M, F.GROUP, F.H, F.D)
             rows = tl.arange(0, F.ROWS)
             store_lse(scratch, (row * F.H + head) * F.ROWS + rows, most, total, rows < F.GROUP * queries.tokens,
@@ -249,6 +279,7 @@ def decode(
     """
     M: tl.constexpr = F.M
     D: tl.constexpr = F.D
+    P: tl.constexpr = triton.next_power_of_2(D)
     TILE: tl.constexpr = F.TILE
     PAGE: tl.constexpr = F.PAGE
     GROUP: tl.constexpr = F.GROUP
@@ -257,9 +288,9 @@ def decode(
     r = tl.arange(0, M)
     t = chunk * PER + r // GROUP
     ok = (r // GROUP < PER) & (t < queries.tokens)
-    partial = results.partial + chunk.to(tl.int64) * most * F.ROWS * D
+    partial = results.partial + chunk.to(tl.int64) * most * F.ROWS * P
     stat = results.stat + chunk.to(tl.int64) * most * F.ROWS * 2
-    acc = tl.zeros([M, D], tl.float32)
+    acc = tl.zeros([M, P], tl.float32)
     m = tl.full([M], float("-inf"), tl.float32)
     z = tl.zeros([M, TILE], tl.float32)
     line = tl.program_id(0).to(tl.int64)

@@ -1,7 +1,8 @@
 """What attention kernels share: a step of an online softmax, gathered queries, sink and window, the merge of results.
 
 Names: a tile has M rows (query token, head of the group) and T tokens; m, z and acc are the running maximum,
-denominator and numerator of the softmax, base 2. A partial result is what one program knows of a (row, KV head).
+denominator and numerator of the softmax, base 2. A partial result is what one program knows of a (row, KV head). P is
+the power of two that is at least D, because Triton's tensors have no other sizes; columns from D on are zeros.
 
 A kernel's arguments are tuples with names, `Layer` and the like, which a launch fills once. Numbers that are known when
 a kernel is compiled are in one of them, too, passed as a constant.
@@ -49,13 +50,28 @@ class Results(NamedTuple):
     """Where results go."""
 
     out: Any  # [B, Q, Hq, D]
-    # partial, stat: float32 [partial results, ROWS, D] and [partial results, ROWS, 2], numerators, and (m, z)
+    # partial, stat: float32 [partial results, ROWS, P] and [partial results, ROWS, 2], numerators, and (m, z)
     partial: Any
     stat: Any
     done: Any  # int32, programs that have finished each (row, KV head); zeros before and after
 
 
 # fmt: off
+
+
+@triton.jit
+def columns(there, d, D: tl.constexpr):
+    """The mask of rows that are there, bool [R], and of columns d [P] below D: [R, P], or [R, 1] if P is D."""
+    mask = there[:, None]
+    if d.shape[0] > D:
+        mask = mask & (d < D)[None, :]
+    return mask
+
+
+@triton.jit
+def ranks_of(ranks, d, D: tl.constexpr):
+    """The places of channels d [P] of V among those kept, -1 where pruned and from D on."""
+    return tl.load(ranks + d, mask=d < D, other=-1) if d.shape[0] > D else tl.load(ranks + d)
 
 
 @triton.jit
@@ -112,8 +128,8 @@ def sink_and_window(
 
     logits: [M], where the logit of token 0 would be written; used if WEIGHTS.
     """
-    tile, d = tl.arange(0, TILE), tl.arange(0, D)
-    q = tl.load(q_row[:, None] + d[None, :], mask=ok[:, None], other=0.0)
+    tile, d = tl.arange(0, TILE), tl.arange(0, triton.next_power_of_2(D))
+    q = tl.load(q_row[:, None] + d[None, :], mask=columns(ok, d, D), other=0.0)
     offset = tile[:, None] * D + d[None, :]
     newest = seen - 1
     turn = tl.where(ring, newest - newest % slots, 0)  # token of the ring's slot 0, this time round
@@ -122,26 +138,26 @@ def sink_and_window(
         slot = at + tile
         token = turn + slot - tl.where(slot > ahead, slots, 0)
         there = (slot < last) & (token >= start)
-        keys = tl.load(k + at * D + offset, mask=there[:, None], other=0.0)
+        keys = tl.load(k + at * D + offset, mask=columns(there, d, D), other=0.0)
         s = tl.dot(q, tl.trans(keys)) * scale
         s = tl.where(there[None, :] & (token[None, :] <= position[:, None]), s, float("-inf"))
         if WEIGHTS:
             tl.store(logits[:, None] + token[None, :], s, mask=ok[:, None] & there[None, :])
-        acc, m, z = step(acc, m, z, s, tl.load(v + at * D + offset, mask=there[:, None], other=0.0))
+        acc, m, z = step(acc, m, z, s, tl.load(v + at * D + offset, mask=columns(there, d, D), other=0.0))
     return acc, m, z
 
 
 @triton.jit
-def merge(partial, stat, first, partials, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr, D: tl.constexpr):
-    """Combine partial results first .. first + partials - 1 by log-sum-exp: [ROWS, D], maximum and denominator [ROWS].
+def merge(partial, stat, first, partials, ROWS: tl.constexpr, MERGE_LINES: tl.constexpr, P: tl.constexpr):
+    """Combine partial results first .. first + partials - 1 by log-sum-exp: [ROWS, P], maximum and denominator [ROWS].
 
     A thread has four columns of a row in every partial result, and that row's maxima and denominators, so that threads
     exchange nothing. It asks for MERGE_LINES partial results before it waits for one. What sees nothing is zero.
     """
-    PLACES: tl.constexpr = ROWS * D // 4
+    PLACES: tl.constexpr = ROWS * P // 4
     place = tl.arange(0, PLACES)
-    partial += first * (ROWS * D) + (place * 4)[:, None] + tl.arange(0, 4)[None, :]
-    stat = (stat + first * (2 * ROWS)).to(tl.pointer_type(tl.int64), bitcast=True) + place // (D // 4)
+    partial += first * (ROWS * P) + (place * 4)[:, None] + tl.arange(0, 4)[None, :]
+    stat = (stat + first * (2 * ROWS)).to(tl.pointer_type(tl.int64), bitcast=True) + place // (P // 4)
     acc = tl.zeros([PLACES, 4], tl.float32)
     m = tl.full([PLACES], float("-inf"), tl.float32)
     z = tl.zeros([PLACES], tl.float32)
@@ -152,7 +168,7 @@ def merge(partial, stat, first, partials, ROWS: tl.constexpr, MERGE_LINES: tl.co
         for i in tl.static_range(MERGE_LINES):
             there = i * PLACES + place < (partials - at) * PLACES
             pairs += (tl.load(stat + i * ROWS, mask=there, other=0xFF800000, cache_modifier=".cg"),)  # -inf and 0
-            accs += (tl.load(partial + i * (ROWS * D), mask=there[:, None], other=0.0, cache_modifier=".cg"),)
+            accs += (tl.load(partial + i * (ROWS * P), mask=there[:, None], other=0.0, cache_modifier=".cg"),)
         for i in tl.static_range(MERGE_LINES):
             new = tl.maximum(new, pairs[i].to(tl.int32).to(tl.float32, bitcast=True))
         safe = tl.where(new == float("-inf"), 0.0, new)
@@ -162,10 +178,10 @@ def merge(partial, stat, first, partials, ROWS: tl.constexpr, MERGE_LINES: tl.co
             weight = tl.exp2(pairs[i].to(tl.int32).to(tl.float32, bitcast=True) - safe)
             acc += accs[i] * weight[:, None]
             z += (pairs[i] >> 32).to(tl.int32).to(tl.float32, bitcast=True) * weight
-        partial += MERGE_LINES * ROWS * D
+        partial += MERGE_LINES * ROWS * P
         stat += MERGE_LINES * ROWS
-    result = tl.reshape(acc / tl.where(z == 0.0, 1.0, z)[:, None], [ROWS, D])
-    return result, tl.max(tl.reshape(m, [ROWS, D // 4]), 1), tl.max(tl.reshape(z, [ROWS, D // 4]), 1)
+    result = tl.reshape(acc / tl.where(z == 0.0, 1.0, z)[:, None], [ROWS, P])
+    return result, tl.max(tl.reshape(m, [ROWS, P // 4]), 1), tl.max(tl.reshape(z, [ROWS, P // 4]), 1)
 
 
 @triton.jit
@@ -182,9 +198,9 @@ def store_rows(
     out, result, real, row, head, queries, chunk,
     R: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
 ):
-    """Write the first R tile rows of result [R, D] to out [B, Q, Hq, D]; queries that are not `real` get zeros."""
-    r = tl.arange(0, R)
+    """Write the first R tile rows of result [R, P] to out [B, Q, Hq, D]; queries that are not `real` get zeros."""
+    r, d = tl.arange(0, R), tl.arange(0, result.shape[1])
     token = chunk * (M // GROUP) + r // GROUP
     ok = (r // GROUP < M // GROUP) & (token < queries)
-    to = ((row * queries + token) * (H * GROUP) + head * GROUP + r % GROUP)[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(out + to, tl.where(real[:, None], result, 0.0).to(out.dtype.element_ty), mask=ok[:, None])
+    to = ((row * queries + token) * (H * GROUP) + head * GROUP + r % GROUP)[:, None] * D + d[None, :]
+    tl.store(out + to, tl.where(real[:, None], result, 0.0).to(out.dtype.element_ty), mask=columns(ok, d, D))

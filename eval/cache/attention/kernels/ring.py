@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from leank.eval.cache.attention.kernels.parts import columns, ranks_of
+
 # fmt: off
 
 
@@ -21,13 +23,16 @@ def write(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     b = tl.program_id(0).to(tl.int64)
-    h, d = tl.arange(0, PADDED)[:, None], tl.arange(0, D)[None, :]
+    h, d = tl.arange(0, PADDED)[:, None], tl.arange(0, triton.next_power_of_2(D))[None, :]
+    there = h < H
+    if d.shape[1] > D:
+        there = there & (d < D)
     seen = tl.load(seen_ptr + b)
     tl.debug_barrier()  # every thread has read it before one of them changes it
     for t in range(new):
         to = ((b * H + h) * slots + (seen + t) % slots) * D + d
-        tl.store(ring_k + to, tl.load(k + b * k_b + h * k_h + t * k_t + d, mask=h < H), mask=h < H)
-        tl.store(ring_v + to, tl.load(v + b * v_b + h * v_h + t * v_t + d, mask=h < H), mask=h < H)
+        tl.store(ring_k + to, tl.load(k + b * k_b + h * k_h + t * k_t + d, mask=there), mask=there)
+        tl.store(ring_v + to, tl.load(v + b * v_b + h * v_h + t * v_t + d, mask=there), mask=there)
         tl.store(position + b * new + t, seen + t)
     tl.store(seen_ptr + b, seen + new)
 
@@ -54,13 +59,14 @@ def move(
         k += tl.multiple_of(tl.load(place), PAGE)
         v += tl.multiple_of(tl.load(place + 1), PAGE)
         count = tl.load(place + 2).to(tl.int32)
-        d = tl.arange(0, D)
+        P: tl.constexpr = triton.next_power_of_2(D)
+        d = tl.arange(0, P)
         if count > 0:
             length = tl.load(length_ptr + head)
             # keys in one line, first token by token, then channel by channel: neighbouring threads read and write
             # neighbouring numbers, whatever layout Triton chooses
-            each = tl.arange(0, D * TILE)
-            channel = tl.load(index + b * index_b + h * D + each % D, mask=each % D < count, other=0)
+            each = tl.arange(0, P * TILE)
+            channel = tl.load(index + b * index_b + h * D + each % P, mask=each % P < count, other=0)
             ring_k += head * slots * D
             ring_v += head * slots * D
             oldest, amount, held = (start % slots).to(tl.int32), due.to(tl.int32), length.to(tl.int32)
@@ -68,18 +74,18 @@ def move(
                 t = at + tl.arange(0, TILE)
                 ok = t < amount
                 source = (oldest + t) % slots * D
-                of_each = (oldest + at + each // D) % slots * D
-                keys = tl.load(ring_k + (of_each + channel), mask=(at + each // D < amount) & (each % D < count))
-                values = tl.load(ring_v + (source[:, None] + d[None, :]), mask=ok[:, None])
+                of_each = (oldest + at + each // P) % slots * D
+                keys = tl.load(ring_k + (of_each + channel), mask=(at + each // P < amount) & (each % P < count))
+                values = tl.load(ring_v + (source[:, None] + d[None, :]), mask=columns(ok, d, D))
                 to, here = held + t, held + at + each % TILE
                 line = here // PAGE * (count * PAGE) + here % PAGE
-                turned = tl.reshape(tl.trans(tl.reshape(keys, [TILE, D])), [D * TILE])
+                turned = tl.reshape(tl.trans(tl.reshape(keys, [TILE, P])), [P * TILE])
                 there = (each // TILE < count) & (at + each % TILE < amount)
                 tl.store(k + (line + each // TILE * PAGE), turned, mask=there)
                 if VALUES == 0:
-                    tl.store(v + (to[:, None] * D + d[None, :]), values, mask=ok[:, None])
+                    tl.store(v + (to[:, None] * D + d[None, :]), values, mask=columns(ok, d, D))
                 else:
-                    rank = tl.load(ranks + b * ranks_b + h * D + d)
+                    rank = ranks_of(ranks + b * ranks_b + h * D, d, D)
                     at_v = to // PAGE * (tl.load(place + 3).to(tl.int32) * PAGE) + to % PAGE
                     chosen = (rank >= 0)[:, None] & ok[None, :]
                     tl.store(v + (at_v[None, :] + rank[:, None] * PAGE), tl.trans(values), mask=chosen)
