@@ -195,8 +195,7 @@ def load(
 def _weights(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     with _loading(name):
         loaded: object = AutoModelForCausalLM.from_pretrained(
-            resolve(name), config=config, dtype=dtype, attn_implementation="sdpa", output_loading_info=True,
-            ignore_mismatched_sizes=True,
+            resolve(name), config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
     assert isinstance(loaded, tuple)  # transformers types it as the model alone
     model, report = loaded

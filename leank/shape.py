@@ -96,6 +96,12 @@ def check_decoder(model: PreTrainedModel) -> None:
         raise ValueError(f"model={kind} names no base model without a head; choose another model")
 
 
+def sliding_window(config: PreTrainedConfig) -> int | None:
+    """Return how many tokens the layers with a sliding window see; None if there are none."""
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    return getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
+
+
 def architecture(config: PreTrainedConfig) -> str:
     """Return twelve hexadecimal digits of an architecture, which a fine-tuned model shares with its base."""
     found = {name: getattr(config, name, None) for name in IN_ARCHITECTURE}

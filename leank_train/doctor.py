@@ -21,12 +21,13 @@ from leank.cli import ending
 from leank.errors import in_one_line
 from leank.eval.cache import compressed_cache
 from leank.eval.cache.attention.backend import why_not_shape
+from leank.eval.cache.attention.softmax import Softmax
 from leank.eval.cache.storage.middle import LONG_HEAD_DIMS
 from leank.eval.methods import build_method
 from leank.eval.methods.memory import dense_bytes, method_bytes
 from leank.eval.report.tables import size
 from leank.eval.serving.layout import HEAD_DIMS
-from leank.shape import check_decoder, kv_shape
+from leank.shape import check_decoder, kv_shape, sliding_window
 from leank.typed import LARGEST
 from leank_train.forward.hook import run_decoder
 
@@ -41,9 +42,14 @@ def positions(config: PreTrainedConfig) -> int:
     return getattr(config, "max_position_embeddings", None) or MANY
 
 
+def reach(config: PreTrainedConfig) -> int:
+    """Return how many tokens a sample of training has at most: no sliding window may be shorter."""
+    return min(positions(config), sliding_window(config) or LARGEST)
+
+
 def sizes(config: PreTrainedConfig) -> tuple[int, int]:
-    """Return a sink and a window, in tokens, that suit a model's positions: the paper's from 32K on."""
-    return LARGE if positions(config) >= MANY else SMALL
+    """Return a sink and a window, in tokens, that suit the samples of a model: the paper's from 32K on."""
+    return LARGE if reach(config) >= MANY else SMALL
 
 
 class _Reading:
@@ -51,7 +57,7 @@ class _Reading:
 
     longest = 1
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax) -> Tensor:
         return q
 
 
@@ -119,7 +125,7 @@ def gains(config: PreTrainedConfig, weights: int, lengths: Sequence[int], batche
 
 def fitting(config: PreTrainedConfig) -> dict[str, int | list[int]]:
     """Return settings of a training that fit a model: sink, window and alignment, and the lengths of documents."""
-    (sink, window), longest = sizes(config), min(positions(config), 98304)
+    (sink, window), longest = sizes(config), min(reach(config), 98304)
     return {
         "pruning.sink": sink,
         "pruning.window": window,
@@ -174,8 +180,9 @@ def examine(name: str, lengths: Sequence[int], batches: Sequence[int]) -> str:
         " fast\na step of so many texts can be. A head that a mask empties drops V, too, and holds less than this.\n",
         gains(config, read, lengths, batches).to_string(index=False),
     ]
-    if found["training"].startswith("yes") and positions(config) < 4 * (sink + window):
-        lines.append(f"\n{positions(config):,} positions are too few to train with this sink and window.")
+    if found["training"].startswith("yes") and reach(config) < 4 * (sink + window):
+        few = "positions" if reach(config) == positions(config) else "tokens of its sliding window"
+        lines.append(f"\n{reach(config):,} {few} are too few to train with this sink and window.")
     elif found["training"].startswith("yes"):
         lines += ["\nTry, train, and check:", *(f"    {line}" for line in commands(name, config))]
     return "\n".join(lines)

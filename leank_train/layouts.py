@@ -22,6 +22,7 @@ from torch import Tensor
 
 from leank.allocation import allocate, blocks, first_gains, gains, key_costs, value_costs
 from leank.backbone import Backbone
+from leank.eval.cache.attention.softmax import Softmax
 from leank.head import LOGITS_AT_ONCE, Head
 from leank.mask import ChannelMask
 from leank.precision import GROUP, KEY_BITS, VALUE_BITS, WHOLE, value_group
@@ -213,11 +214,12 @@ class CalibrationPass(StoredPass):
         self.outputs: list[tuple[Tensor, Tensor]] = []
         self.plain = Plan([p for p in self.plan.pieces if not p.scaled])
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax) -> Tensor:
         """Attention of this layer's rows."""
-        out = super().attend(layer, q, k, v, scale)
+        out = super().attend(layer, q, k, v, scale, softmax)
         with torch.no_grad():
-            self.outputs.append((out, fused_attention(q, *self.parts(layer, k, v), self.plain, scale) - out))
+            without = fused_attention(q, *self.parts(layer, k, v), self.plain, scale, softmax=softmax)
+            self.outputs.append((out, without - out))
         return out
 
     def middle(self, layer: int, part: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from leank.data_gen import haystack
 from leank.data_gen.tasks import Mixture, prompts, task
 from leank.errors import naming
 from leank.rotary import layer_ropes
-from leank.shape import check_config
+from leank.shape import check_config, sliding_window
 from leank.typed import BadConfig, Checked, Count, Positive, Samples, Seed, Share, typed
 from leank.wandb_log import LoggerConfig
 from leank_train.objective import steering
@@ -239,9 +239,7 @@ def check_model(config: RunConfig, longest: dict[str, int]) -> None:
 def check_positions(model: PreTrainedConfig, kind: str, longest: dict[str, int]) -> None:
     """Raise BadConfig for sequences that are longer than the model's positions or its sliding window."""
     limit = getattr(model, "max_position_embeddings", None)
-    window = getattr(model, "sliding_window", None)
-    if "sliding_attention" not in (getattr(model, "layer_types", None) or ["sliding_attention"]):
-        window = None
+    window = sliding_window(model)
     for key, value in longest.items():
         need(
             limit is None or value <= limit,

@@ -23,6 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from leank.data_gen.amount import amount
+from leank.eval.cache.attention import dense
+from leank.eval.cache.attention.softmax import Softmax
 from leank.kernels import kernel_order, tried_in
 from leank.shape import check_decoder
 from leank_train.forward.fused import fused_attention, side_by_side
@@ -188,16 +190,21 @@ class Keeps:
 
 
 class PrefillPass(Keeps):
-    """Causal attention by one of `kernels.KERNELS`, or the fastest; keeps K and V."""
+    """Causal attention by one of `kernels.KERNELS`, or the fastest; keeps K and V.
+
+    Sinks need a log-sum-exp, which the library's flash kernel has, and soft-capped logits run in plain PyTorch.
+    """
 
     def __init__(self, longest: int, layers: int, kernel: str = "auto") -> None:
         super().__init__(longest)
         self.layers, self.kernel = layers, kernel
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax) -> Tensor:
         """Causal attention [R, Hq, T, D] within each sequence."""
         self.keep(k, v)
         k, v, group = self.keys[-1], self.values[-1], q.shape[1] // k.shape[1]
+        if not softmax.plain:
+            return dense.attend(q, k, v, scale, softmax=softmax).transpose(1, 2)
         if q.is_cuda and q.dtype == torch.float32:  # no fused float32 kernel lets the queries of a group share keys
             k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
         if self.kernel == "flash_attn":
@@ -222,12 +229,12 @@ class FullPass(Keeps):
         own = visibility(positions, k_positions, "causal")
         self.plan = Plan(pieces + own_pieces(positions, k_positions, len(prefix.lengths), [own], prefix.device))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax) -> Tensor:
         """Full attention [R, Hq, n, D] over the branch's document and its own tokens up to each row."""
         self.keep(k, v)
         own = (side_by_side(x, len(self.prefix.lengths)) for x in (k, v))
         keys, values = zip((self.prefix.keys[layer], self.prefix.values[layer]), own, strict=True)
-        return fused_attention(q, keys, values, self.plan, scale, ranks=self.prefix.ranks)
+        return fused_attention(q, keys, values, self.plan, scale, ranks=self.prefix.ranks, softmax=softmax)
 
 
 class ScaledPass:
@@ -260,12 +267,22 @@ class ScaledPass:
             pieces += own_pieces(positions, at, len(prefix.lengths), zones, prefix.device, part)
         self.plan = Plan(pieces)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Eq. 1 for this layer's rows, [R, Hq, n, D]."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax) -> Tensor:
+        """Eq. 1 for this layer's rows, [R, Hq, n, D]. Raises ValueError for means, if keys must not be centered."""
+        self.check_means(softmax)
         keys, values = self.parts(layer, k, v)
         return fused_attention(
-            q, keys, values, self.plan, scale, self.alpha[layer], self.empty_heads, ranks=self.prefix.ranks
-        )
+            q, keys, values, self.plan, scale, self.alpha[layer], self.empty_heads, ranks=self.prefix.ranks,
+            softmax=softmax,
+        )  # fmt: skip
+
+    def check_means(self, softmax: Softmax) -> None:
+        """Raise ValueError for mean keys under a softmax that changes if all keys lose the same vector."""
+        if self.prefix.mean_keys is not None and not softmax.plain:
+            raise ValueError(
+                "pruning.compensation=mean: this model's softmax has soft-capped logits or attention sinks, which "
+                "change if all keys lose their mean; set pruning.compensation=none"
+            )
 
     def parts(self, layer: int, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of the three parts, [B, H, T, D] each; k, v: [R, H, n, D], those of the answers."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from leank.eval.cache.attention.softmax import PLAIN, Softmax, beside_sinks
 from leank.kernels import HALF, SCORES_AT_ONCE, flash_backward, flash_forward, flash_takes
 from leank_train.forward.plan import JoinedPieces, KeyBlock, Layout, Piece, Plan
 
@@ -43,6 +44,7 @@ def fused_attention(
     limit: int | None = None,
     ranks: dist.ProcessGroup | None = None,
     flash_from: int | None = None,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """Softmax attention over the pieces of a plan, Eq. 1 where alpha is given.
 
@@ -57,6 +59,7 @@ def fused_attention(
     ranks: processes that hold a share of part 0 each, and otherwise the same. All get the output and the gradient that
         one process with all of part 0 would get.
     flash_from: keys from which the flash kernel reads a piece; None chooses by device and type.
+    softmax: how logits become weights. It gets no gradient. The flash kernel has no soft-capped logits.
     Returns [R, Hq, n, D] in q's type.
     """
     (R, Hq, n, D), (B, H) = q.shape, keys[0].shape[:2]
@@ -69,11 +72,17 @@ def fused_attention(
             empty = (factor == 0).all(-1, keepdim=True)  # [H, 1, 1]: heads that drop the middle
     if flash_from is None and flash_takes(q):
         flash_from = FLASH_FROM
-    if keys[0].requires_grad or values[0].requires_grad:
+    if keys[0].requires_grad or values[0].requires_grad or softmax.softcap is not None:
         flash_from = None  # with the flash kernel, backward knows the gradient of q alone
+    sinks = None
+    if softmax.sink_logits is not None:  # [H, G * M * n, 1]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        sinks = softmax.sink_logits.detach().to(wide).view(H, G, 1).repeat_interleave(M * n, 1)
     limit = limit or SCORES_AT_ONCE["cuda" if q.is_cuda else "cpu"]
     layout = plan.layout(max(64, limit // max(1, dense.shape[:3].numel())), flash_from, ranks is not None)
-    out = _Fused.apply(dense, factor, empty, scale, layout, ranks, M * n, len(keys), *keys, *values)
+    out = _Fused.apply(
+        dense, factor, empty, scale, softmax.softcap, sinks, layout, ranks, M * n, len(keys), *keys, *values
+    )
     return out.reshape(B, H, G, M, n, -1).permute(0, 3, 1, 2, 4, 5).reshape(R, Hq, n, -1)
 
 
@@ -113,8 +122,8 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, dense: Tensor, factor: Tensor | None, empty: Tensor | None, scale: float,
-        layout: Layout, ranks: dist.ProcessGroup | None, folded: int, parts: int, *kv: Tensor,
+        ctx: Any, dense: Tensor, factor: Tensor | None, empty: Tensor | None, scale: float, softcap: float | None,
+        sinks: Tensor | None, layout: Layout, ranks: dist.ProcessGroup | None, folded: int, parts: int, *kv: Tensor,
     ) -> Tensor:  # fmt: skip
         keys, values = kv[:parts], kv[parts:]
         scaled = None if factor is None else (dense * factor).to(dense.dtype)
@@ -129,16 +138,16 @@ class _Fused(torch.autograd.Function):
                 found.append(flash_forward(scaled if p.scaled else dense, k, v, scale))  # type: ignore[arg-type]
             rests.append([rest for _, _, rest in found])
             outs, lses = [out for out, _, _ in found], [lse[..., None] for _, lse, _ in found]
-            logits = _logits(dense, scaled, keys, block, scale, folded, lses)
+            logits = _logits(dense, scaled, keys, block, scale, softcap, folded, lses)
             deployed = logits if empty is None else logits.masked_fill(empty & block.middle(logits), -torch.inf)
             state = _accumulate(state, deployed, values, block, outs)
             if empty is not None:
                 full = _accumulate(full, logits, values, block, outs)
         assert state is not None
-        out, lse = _finish(*state)
-        both, lse_both = _finish(*full) if full is not None else (None, None)
+        out, lse = _finish(*state, sinks)
+        both, lse_both = _finish(*full, sinks) if full is not None else (None, None)
         ctx.save_for_backward(dense, scaled, factor, empty, out, lse, both, lse_both, *kv)
-        ctx.scale, ctx.layout, ctx.folded, ctx.parts = scale, layout, folded, parts
+        ctx.scale, ctx.softcap, ctx.layout, ctx.folded, ctx.parts = scale, softcap, layout, folded, parts
         ctx.ranks, ctx.rests = ranks, rests
         return out.to(dense.dtype)
 
@@ -159,11 +168,11 @@ class _Fused(torch.autograd.Function):
             if ctx.ranks and number == ctx.layout.shares:
                 d_queries = _summed(d_queries, dense, scaled, out.dtype, ctx.ranks)
             if block.joined:
-                logits = _logits(dense, scaled, keys, block, scale, ctx.folded)
+                logits = _logits(dense, scaled, keys, block, scale, ctx.softcap, ctx.folded)
                 spreads = [product(d_out, _read(values, joined).mT) for joined in block.spreads]
                 d_weights = torch.cat(spreads, -1) if len(spreads) > 1 else spreads[0]
                 weights, d_logits, d_taught = _through_softmax(
-                    logits, d_weights, block, empty, (delta, lse), (delta_both, lse_both), scale
+                    logits, d_weights, block, empty, (delta, lse), (delta_both, lse_both), scale, ctx.softcap
                 )
                 d_logits = _operand(d_logits, dense)
                 d_taught = d_logits if d_taught is None else _operand(d_taught, dense)
@@ -177,7 +186,7 @@ class _Fused(torch.autograd.Function):
                         for row, left, right in (
                             (p.part, d_logits, scaled if p.scaled else dense), (ctx.parts + p.part, weights, d_out)
                         ):  # fmt: skip
-                            if needs[8 + row]:
+                            if needs[10 + row]:
                                 _add(d_kv, row, product(left[..., columns].mT, right), p, kv[row].shape[2])
             for p, rest in zip(block.flash, rests, strict=True):
                 if p.scaled or needs[0]:
@@ -186,25 +195,28 @@ class _Fused(torch.autograd.Function):
                     d_q = flash_backward(d_out, query, k, v, whole, total, scale, rest)
                     _add(d_queries, p.scaled, d_q.to(out.dtype))
         grads = [None if d is None else d.to(x.dtype) for d, x in zip(d_kv, kv, strict=True)]
-        return *_through_factor(d_queries, dense, factor, needs), *[None] * 6, *grads
+        return *_through_factor(d_queries, dense, factor, needs), *[None] * 8, *grads
 
 
 def _through_softmax(
     logits: Tensor, d_weights: Tensor, block: KeyBlock, empty: Tensor | None, deployed: tuple[Tensor, Tensor],
-    taught: tuple[Tensor, Tensor], scale: float,
+    taught: tuple[Tensor, Tensor], scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Weights, gradient of the logits, and the gradient that teaches alpha if heads are empty; overwrites its inputs.
 
     deployed, taught: rowsum(d_out * out) and lse of the softmax without and with the middle of empty heads.
     """
     delta, lse = deployed
+    slope: float | Tensor = scale
+    if softcap is not None:  # d tanh(x) = 1 - tanh(x)^2, which is 0 where a row does not see a key
+        slope = (logits / softcap).clamp_(min=-1).square_().neg_().add_(1).mul_(scale)
     if empty is None:
         weights = exp_(logits.sub_(lse))
-        return weights, d_weights.sub_(delta).mul_(weights).mul_(scale), None
+        return weights, d_weights.sub_(delta).mul_(weights).mul_(slope), None
     hidden = empty & block.middle(logits)[: logits.shape[-1]]
-    d_taught = (d_weights - taught[0]) * exp_(logits - taught[1]) * scale
+    d_taught = (d_weights - taught[0]) * exp_(logits - taught[1]) * slope
     weights = exp_(logits.masked_fill_(hidden, -torch.inf).sub_(lse))
-    d_logits = d_weights.sub_(delta).mul_(weights).mul_(scale)
+    d_logits = d_weights.sub_(delta).mul_(weights).mul_(slope)
     return weights, d_logits, torch.where(hidden, d_taught, d_logits)
 
 
@@ -233,13 +245,18 @@ def _add(sums: list[Tensor | None], at: int, found: Tensor, piece: Piece | None 
 
 
 def _logits(
-    dense: Tensor, scaled: Tensor | None, keys: Sequence[Tensor], block: KeyBlock, scale: float, folded: int,
-    lses: Sequence[Tensor] = (),
+    dense: Tensor, scaled: Tensor | None, keys: Sequence[Tensor], block: KeyBlock, scale: float,
+    softcap: float | None, folded: int, lses: Sequence[Tensor] = (),
 ) -> Tensor:  # fmt: skip
-    """Logits times scale, -inf where a row does not see a key, then the lses: [B, H, G * M * n, joined keys + lses]."""
+    """Logits times scale, soft-capped, -inf where a row does not see a key, then the lses.
+
+    Returns [B, H, G * M * n, joined keys + lses].
+    """
     found = []
     for joined in block.joined:
         logits = product(scaled if joined.scaled else dense, _read(keys, joined).mT)  # type: ignore[arg-type]
+        if softcap is not None:
+            logits = logits.mul_(scale / softcap).tanh_().mul_(softcap / scale)
         if joined.hidden is not None:
             logits.unflatten(2, (-1, folded)).masked_fill_(joined.hidden, -torch.inf)
         found.append(logits)
@@ -275,10 +292,14 @@ def _accumulate(
     return out, total, top
 
 
-def _finish(out: Tensor, total: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; a row that sees no key has the output 0 and a finite lse, so that its weights are 0."""
+def _finish(out: Tensor, total: Tensor, top: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, which counts the sinks [H, G * M * n, 1], keys whose values are 0.
+
+    A row that sees no key has the output 0 and a finite lse, so that its weights are 0.
+    """
     total = total.clamp_(min=torch.finfo(total.dtype).tiny)
-    return out / total, total.log().add_(top)
+    out, lse = out / total, total.log().add_(top)
+    return beside_sinks(out, lse, sinks), lse if sinks is None else torch.logaddexp(lse, sinks)
 
 
 def _over_ranks(

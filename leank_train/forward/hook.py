@@ -1,7 +1,7 @@
 """Run a frozen transformers decoder with another attention, through public interfaces: no class is patched.
 
-`run_decoder(model, ids, positions, state)` calls `state.attend(layer, q, k, v, scale)` in every layer. The attention
-function is registered for the whole process; the model's own choice of attention is restored after each pass.
+`run_decoder(model, ids, positions, state)` calls `state.attend(layer, q, k, v, scale, softmax)` in every layer. The
+attention function is registered for the whole process; the model's own choice is restored after each pass.
 """
 
 from collections.abc import Iterator
@@ -12,15 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
+from leank.eval.cache.attention.softmax import Softmax
+
 NAME = "leank_branching"
-BEYOND_EQ_1 = {  # arguments of an attention that Eq. 1 does not cover, and what they are
-    "softcap": "soft-capped logits",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
-    "position_bias": "a bias of positions",
-    "indices": "tokens chosen by an indexer",
-    "block_indices": "blocks chosen by an indexer",
-}
 
 
 class State(Protocol):
@@ -28,15 +22,18 @@ class State(Protocol):
 
     longest: int  # tokens of the longest sequence that the pass reaches, documents included
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attention [R, Hq, n, D] of a layer (from 0) over q [R, Hq, n, D] and k, v [R, H, n, D]; q, k: after RoPE."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax) -> Tensor:
+        """Attention [R, Hq, n, D] of a layer (from 0) over q [R, Hq, n, D] and k, v [R, H, n, D]; q, k: after RoPE.
+
+        softmax: how the layer's logits become weights, with sinks or soft-capped logits if it has them.
+        """
 
 
 def run_decoder(model: PreTrainedModel, ids: Tensor, positions: Tensor, state: State) -> Tensor:
     """Run one pass over the decoder: hidden states [R, n, hidden] after the final norm; ids, positions: [R, n].
 
     Raises ValueError if the sequences are longer than the model's positions or its sliding window, or if its attention
-    does more than Eq. 1 covers.
+    has an argument that is not implemented (`Softmax.of`).
     """
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and state.longest > limit:
@@ -75,10 +72,8 @@ def _attend(
             f"{leank_state.longest} tokens; such a layer has no middle to prune: use shorter contexts or a model "
             "without sliding_window"
         )
-    for name, meaning in BEYOND_EQ_1.items():
-        if kwargs.get(name) is not None:
-            raise ValueError(f"model={kind}: its attention has {meaning} ({name}), which training does not know")
-    out = leank_state.attend(module.layer_idx, query, key, value, scaling)  # type: ignore[arg-type]
+    softmax = Softmax.of(module.layer_idx, kwargs)
+    out = leank_state.attend(module.layer_idx, query, key, value, scaling, softmax)  # type: ignore[arg-type]
     return out.transpose(1, 2).contiguous(), None  # [R, n, Hq, D]
 
 

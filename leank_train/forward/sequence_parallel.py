@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from leank.eval.cache.attention.softmax import PLAIN, Softmax, beside_sinks
 from leank.kernels import SCORES_AT_ONCE, cudnn_forward, cudnn_pays, flash_forward, flash_takes, on_hopper
 from leank.shape import check_decoder
 from leank_train.forward.branching import Keeps, Prefix, checked_lengths
@@ -65,7 +66,7 @@ class RingPass(Keeps):
         self.ranks, self.layers, self.kernel = ranks, layers, kernel
         self.rank, self.world = dist.get_rank(ranks), dist.get_world_size(ranks)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax) -> Tensor:
         """Attention of this rank's rows over all shares, [B, Hq, 2 c, D]."""
         held = torch.stack([k, v])  # one message; [2, B, H, 2 c, D]
         self.keep(*held)
@@ -74,22 +75,26 @@ class RingPass(Keeps):
             works, coming = self._pass_on(held) if step + 1 < self.world else ([], held)
             source, (k, v) = (self.rank - step) % self.world, held
             if source == self.rank:
-                out, lse = self._block(q, k, v, scale, causal=True)
+                out, lse = self._block(q, k, v, scale, softmax, causal=True)
             elif source < self.rank:
-                out, lse = merge(out, lse, *self._block(q, k[:, :, :chunk], v[:, :, :chunk], scale))
+                out, lse = merge(out, lse, *self._block(q, k[:, :, :chunk], v[:, :, :chunk], scale, softmax))
             else:
                 late = out[:, :, chunk:], lse[:, :, chunk:]
-                late = merge(*late, *self._block(q[:, :, chunk:], k, v, scale))
+                late = merge(*late, *self._block(q[:, :, chunk:], k, v, scale, softmax))
                 out[:, :, chunk:], lse[:, :, chunk:] = late
             for work in works:
                 work.wait()
             held = coming
-        return out.to(q.dtype)
+        sinks = None if softmax.sink_logits is None else softmax.sink_logits[:, None, None].to(lse.dtype)
+        return beside_sinks(out, lse[..., None], sinks).to(q.dtype)
 
-    def _block(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
+    def _block(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax, causal: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """`block_attention` by the kernel that the setting means for a block of this shape."""
         fast = on_hopper(q) and cudnn_pays(q, k.shape[2], self.layers, causal)
-        return block_attention(q, k, v, scale, causal, cudnn=fast if self.kernel == "auto" else self.kernel == "cudnn")
+        cudnn = fast if self.kernel == "auto" else self.kernel == "cudnn"
+        return block_attention(q, k, v, scale, causal, cudnn, softmax)
 
     def _pass_on(self, held: Tensor) -> tuple[list[dist.Work], Tensor]:
         """Send K and V to the next rank and receive those of the rank before: the transfers, and their target."""
@@ -102,21 +107,22 @@ class RingPass(Keeps):
 
 
 def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, cudnn: bool = False
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, cudnn: bool = False, softmax: Softmax = PLAIN
 ) -> tuple[Tensor, Tensor]:
     """Attention [B, Hq, n, D] and its log-sum-exp [B, Hq, n], both in at least float32; k, v: [B, H, T, D].
 
     One of the library's kernels computes it where they run, cuDNN's or the flash kernel, else plain products.
     causal: query i sees the keys up to i, and n = T; otherwise every query sees all keys.
+    softmax: logits may be soft-capped; its sinks do not count yet (`beside_sinks`).
     """
-    if flash_takes(q):
+    if flash_takes(q) and softmax.softcap is None:
         out, lse = (cudnn_forward if cudnn else flash_forward)(q, k, v, scale, causal)[:2]
         return out.float(), lse
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     at_once = max(1, SCORES_AT_ONCE[q.device.type] // k.shape[:3].numel())  # rows
     columns, outs, lses = torch.arange(k.shape[2], device=q.device), [], []
     for rows in torch.arange(q.shape[2], device=q.device).split(at_once):
-        logits = product(q[:, :, rows], k.mT).mul_(scale)
+        logits = softmax.cap(product(q[:, :, rows], k.mT).mul_(scale))
         if causal:
             logits.masked_fill_(columns > rows[:, None], -torch.inf)
         lses.append(logits.logsumexp(-1))

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from leank.eval.cache.attention.softmax import Softmax
 from leank.precision import GROUP, KEY_BITS, VALUE_BITS, WHOLE, Precision, value_group
 from leank_train.forward.branching import Branch, Prefix, ScaledPass, answer_positions
 from leank_train.forward.fused import fused_attention
@@ -85,8 +86,14 @@ class StoredPass(ScaledPass):
         self.used = {p.part for p in self.plan.pieces if p.scaled}
         self.plan = Plan([replace(p, part=p.part + 3) if p.scaled else p for p in self.plan.pieces])
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attention of this layer's rows, [R, Hq, n, D]."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax) -> Tensor:
+        """Attention of this layer's rows, [R, Hq, n, D]; ValueError if soft-capped widths are learned."""
+        self.check_means(softmax)
+        if softmax.softcap is not None and self.widths[layer].requires_grad:  # a share of 1 adds 0, which is exact
+            raise ValueError(
+                "pruning.bytes: this model's softmax has soft-capped logits, under which a head's share does not "
+                "multiply weights; set stage1.steps=0 for the closed form's layout, or learn a mask"
+            )
         keys, values = self.parts(layer, k, v)
         of_keys, share = self.widths[layer][:, :-2], self.widths[layer][:, -1:]  # [H, D], [H, 1]
         weight = 1 - (1 - CLOSED) * (1 - share)  # exactly 1 for a head that is stored
@@ -100,7 +107,9 @@ class StoredPass(ScaledPass):
             middle.append((F.pad(F.pad(x, (0, 1), value=1.0), (0, SPARE - 1)), y))
         every = [*whole, *(x for x, _ in middle)], [*values, *(y for _, y in middle)]
         q = F.pad(F.pad(q, (0, 1), value=1.0), (0, SPARE - 1))
-        return fused_attention(q, *every, self.plan, scale, alpha, self.empty_heads, flash_from=NO_FLASH)
+        return fused_attention(
+            q, *every, self.plan, scale, alpha, self.empty_heads, flash_from=NO_FLASH, softmax=softmax
+        )
 
     def middle(self, layer: int, part: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a part as they are stored."""

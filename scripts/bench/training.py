@@ -50,6 +50,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from leank import backbone as backbones
+from leank.eval.cache.attention.softmax import Softmax
 from leank.files import write_json, write_text
 from leank.kernels import kernel_order, tried_in
 from leank.mask import ChannelMask
@@ -88,7 +89,7 @@ class FullSequencePass:
         zones = [visibility(rows, at, zone, sink, window) for zone in ("dense", "middle")]
         self.plan = Plan(document_pieces(rows, at, zones))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax) -> Tensor:
         """Attention of one layer, [B, H, S, D]: causal for all rows, scaled by alpha for the answer's."""
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         rows = fused_attention(q[:, :, -self.answer :], [k], [v], self.plan, scale, self.alpha[layer])

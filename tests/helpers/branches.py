@@ -2,6 +2,7 @@
 
 import torch
 
+from leank.shape import kv_shape
 from leank_train.forward.branching import branch, student
 
 DOCUMENTS, QUESTIONS, ANSWERS = [23, 17], [4, 7, 1, 5], [3, 1, 5, 2]  # two branches per document, uneven
@@ -23,9 +24,9 @@ def batch():
     return tokens(DOCUMENTS, 1), tokens(QUESTIONS, 2), tokens(ANSWERS, 3)
 
 
-def scores():
-    """Random alpha [L, H, D] of `tests.conftest.tiny_model`, with an empty head in layer 0."""
-    alpha = torch.rand(2, 2, 8, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+def scores(dim=8):
+    """Random alpha [L, H, D] with an empty head in layer 0, by default of `tests.conftest.tiny_model`."""
+    alpha = torch.rand(2, 2, dim, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     alpha[0, 1] = 0  # an empty head
     alpha[1, 0, :4] = 0
     return alpha.requires_grad_()
@@ -36,7 +37,7 @@ def step(model, prefix, sink, window, empty_heads):
     _, questions, answers = batch()
     both = [torch.cat(pair) for pair in zip(questions, answers, strict=True)]
     teacher = branch(model, prefix, pad(both), [len(x) for x in both])
-    question, alpha = teacher.cut(QUESTIONS), scores()
+    question, alpha = teacher.cut(QUESTIONS), scores(kv_shape(model.config).head_dim)
     zones = {"sink": sink, "window": window}
     hidden = student(model, prefix, question, pad(answers), ANSWERS, alpha, **zones, empty_heads=empty_heads)
     seen = torch.arange(hidden.shape[1]) < torch.tensor(ANSWERS)[:, None]

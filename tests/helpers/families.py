@@ -56,7 +56,6 @@ def no_kv_heads(kind, model, training="has no rotary positions", **settings):
     return Family(model, settings, f"model={kind} has no num_key_value_heads", f"model={kind} {training}")
 
 
-SINKS = r"its attention has attention sinks \(s_aux\)"
 OTHER_WIDTH = "model={} has keys of 24 channels and values of 16"
 LATENT = r"model={} has latent attention \(MLA, kv_lora_rank\)"
 FAMILIES = {
@@ -90,7 +89,6 @@ FAMILIES = {
     "gemma2": Family(
         "Gemma2ForCausalLM",
         {"head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, **HALF_SLIDING},
-        training=r"model=gemma2: its attention has soft-capped logits \(softcap\)",
     ),
     "gemma3": Family(
         "Gemma3ForCausalLM", {"head_dim": 16, "query_pre_attn_scalar": 16, **HALF_SLIDING}, config="Gemma3TextConfig"
@@ -105,13 +103,8 @@ FAMILIES = {
         },
         config="Gemma3nTextConfig",
     ),
-    "gpt_oss": Family(
-        "GptOssForCausalLM", {"head_dim": 16, "num_local_experts": 4, **HALF_SLIDING},
-        training=f"model=gpt_oss: {SINKS}",
-    ),
-    "granite_swa": Family(
-        "GraniteSWAForCausalLM", {"attention_multiplier": 0.25, **HALF_SLIDING}, training=f"model=granite_swa: {SINKS}"
-    ),
+    "gpt_oss": Family("GptOssForCausalLM", {"head_dim": 16, "num_local_experts": 4, **HALF_SLIDING}),
+    "granite_swa": Family("GraniteSWAForCausalLM", {"attention_multiplier": 0.25, **HALF_SLIDING}),
     "llama4": Family(
         "Llama4ForCausalLM",
         {

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import pandas as pd
 import torch
 import transformers
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
@@ -29,6 +28,7 @@ from leank.eval.cache import CompressedLayer, compressed_cache
 from leank.eval.cache.hook import ATTENTION
 from leank.shape import check_decoder, kv_shape
 from leank_train.doctor import answers
+from leank_train.forward.branching import PrefillPass
 from leank_train.forward.hook import run_decoder
 from tests.helpers import plain_form
 from tests.helpers.cache_oracle import oracle_cache
@@ -210,19 +210,10 @@ def check_generate(model):
     assert torch.equal(got, model.generate(ids, past_key_values=DynamicCache(config=config_of(model)), **options))
 
 
-class Causal:
-    """What a training pass does in its layers when nothing is scaled."""
-
-    longest = 20
-
-    def attend(self, layer, q, k, v, scale):
-        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-
-
 def hidden_in_training(model, ids):
     check_decoder(model)
     with torch.no_grad():
-        return run_decoder(model, ids, torch.arange(ids.shape[1])[None], Causal())
+        return run_decoder(model, ids, torch.arange(ids.shape[1])[None], PrefillPass(ids.shape[1], 2))
 
 
 def check_hidden_states(model):

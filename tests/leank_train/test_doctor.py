@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from leank.backbone import load_config
 from leank.eval.cache import compressed_cache
@@ -18,6 +18,7 @@ from leank_train.__main__ import fitted
 from leank_train.settings import check, fingerprint
 from tests.helpers.composed import evaluation, training
 from tests.helpers.families import FAMILIES, REFUSED, UNTRAINED, build
+from tests.helpers.tiny_run import save_model
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
@@ -31,7 +32,8 @@ def test_every_family_gets_the_answers_of_its_tests(name, tmp_path):
     assert re.search(r"^cache +yes", text, re.MULTILINE)
     wanted = f"no: .*{UNTRAINED[name]}" if name in UNTRAINED else "yes"
     assert re.search(rf"^training +{wanted}", text, re.MULTILINE)
-    assert text.endswith("512 positions are too few to train with this sink and window.") == (name not in UNTRAINED)
+    few = r"\n(512 positions|64 tokens of its sliding window) are too few to train with this sink and window\.$"
+    assert bool(re.search(few, text)) == (name not in UNTRAINED)
 
 
 def test_what_is_served_is_full_attention():
@@ -70,8 +72,10 @@ def test_the_bytes_are_those_that_a_cache_holds():
     assert compressed_cache(model, None).compressed[0].sizes.sink == 128  # the doctor's own sizes are the small ones
 
 
-@pytest.mark.parametrize("name", ["reference", "reference_mixed"])
-def test_the_commands_fit_the_model(name):
+@pytest.mark.parametrize("name", ["reference", "reference_mixed", "mistral"])
+def test_the_commands_fit_the_model(name, tmp_path):
+    if name == "mistral":  # 131,072 positions, and a sliding window of 4,096 tokens
+        name = str(save_model(tmp_path, MistralForCausalLM, MistralConfig, max_position_embeddings=131072))
     *trains, evaluates = doctor.commands(name, load_config(name))
     for line in trains:
         program, *overrides = shlex.split(line)[2:]

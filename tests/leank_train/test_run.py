@@ -11,8 +11,10 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GptOssConfig, GptOssForCausalLM
 
+from leank import backbone as backbones
+from leank.eval.cache import compressed_cache
 from leank.mask import ChannelMask
 from leank_train.stages import Stage
 from leank_train.train import run
@@ -122,6 +124,23 @@ def test_the_seed_decides(finished, model_folder, tmp_path):
 def test_workers_change_nothing(finished, model_folder, tmp_path):
     run(settings(model_folder, "workers=1"), tmp_path)
     assert torch.equal(alpha(tmp_path), alpha(finished))
+
+
+def test_a_model_with_attention_sinks(tmp_path):
+    """GPT-OSS: sinks, experts, and a sliding window in every other layer, longer than the documents."""
+    sizes = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 512}
+    folder, out = save_model(tmp_path / "model", GptOssForCausalLM, GptOssConfig, **sizes), tmp_path / "run"
+    metrics = run(settings(folder, *VALIDATION), out)
+    assert list(metrics["validation"]["recall"]) == METHODS
+    assert metrics["verdict"]["kl"]["leank"]["tasks"] > 0
+    assert alpha(out).std() > 0.01
+    mask, model = ChannelMask.load(out / "mask.safetensors"), backbones.load(str(folder)).model
+    assert abs(mask.pruning_ratio - 0.7) <= 2 / 64
+    caches = [compressed_cache(model, keep, 4, 32) for keep in (mask, None)]
+    ids = torch.arange(3, 303)[None]
+    pruned, whole = (model.generate(ids, past_key_values=cache, max_new_tokens=4) for cache in caches)
+    assert pruned.shape == whole.shape
+    assert caches[0].memory().total < caches[1].memory().total
 
 
 def test_a_chat_template_fits_into_the_positions(tmp_path):

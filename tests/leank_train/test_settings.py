@@ -14,8 +14,6 @@ from annotated_types import Ge
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     StableLmConfig,
@@ -285,10 +283,6 @@ MODELS = {
     "rotates part of a head": (
         (StableLm, StableLmConfig, PARTIAL), VALIDATION,
         [r"validation\.samples=1: .*partial_rotary_factor=0\.5", r"set validation\.samples=0"],
-    ),
-    "attention of its own": (
-        (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 16, "final_logit_softcapping": 30.0}), [],
-        [r"model\.name=.* cannot be loaded \(ValueError: Gemma2ForCausalLM does not support an attention"],
     ),
     "slides its own window": (
         (MistralForCausalLM, MistralConfig, {"head_dim": 16, "sliding_window": 350}), [],

@@ -59,11 +59,12 @@ def plain_forward(
         return model.base_model(ids[None], use_cache=False).last_hidden_state[0]
 
 
-def _attention(module, q, k, v, attention_mask, scaling=None, **_):
+def _attention(module, q, k, v, attention_mask, scaling=None, s_aux=None, softcap=None, **_):
     form, row, column = _now[-1], torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
     middle = (row >= form.context) & (column >= form.sink) & (column <= row - form.window)
     alpha, mean = (None if x is None else x[module.layer_idx] for x in (form.alpha, form.mean))
-    out = eq1(q, k, v, alpha, scaling, (column <= row) & ~middle, middle, form.empty_heads, mean)
+    seen = (column <= row) & ~middle
+    out = eq1(q, k, v, alpha, scaling, seen, middle, form.empty_heads, mean, s_aux, softcap)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from leank.eval.cache.attention.softmax import PLAIN, Softmax, written_out
+from leank.eval.cache.attention.softmax import PLAIN, Softmax, beside_sinks, written_out
 from leank.eval.cache.storage.segment import round_up
 from leank.eval.cache.storage.sizes import equal_rows
 from leank.kernels import cudnn_forward, cudnn_pays, flash_forward, flash_takes
@@ -58,13 +58,12 @@ def _with_lse(q: Tensor, k: Tensor, v: Tensor, scaling: float | None) -> tuple[T
 
 
 def _beyond_plain(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softmax: Softmax) -> Tensor:
-    """Causal attention with soft-capped logits or sinks; a sink divides the output by 1 + exp(sink - lse)."""
+    """Causal attention with soft-capped logits or sinks."""
     if softmax.softcap is not None or softmax.sink_logits is None or not flash_takes(q):
         return written_out(q, k, v, scaling, softmax)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     out, lse, _ = flash_forward(q, k, v, scale, causal=q.shape[2] > 1)
-    share = (lse - softmax.sink_logits.to(lse.dtype)[:, None]).sigmoid()
-    return (out * share[..., None]).to(q.dtype)
+    return beside_sinks(out, lse[..., None], softmax.sink_logits[:, None, None].to(lse.dtype)).to(q.dtype)
 
 
 def latest(q: Tensor, k: Tensor, v: Tensor, scaling: float | None = None, real: Tensor | None = None) -> Tensor:

@@ -64,6 +64,14 @@ class Softmax(NamedTuple):
 PLAIN = Softmax()
 
 
+def beside_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """Attention whose softmax has sinks, from that over the keys alone: a sink divides it by 1 + exp(sink - lse).
+
+    out: [..., Q, D]; lse: [..., Q, 1], log-sum-exp over the keys; sink_logits: of each query, or broadcast; None = none
+    """
+    return out if sink_logits is None else out * (lse - sink_logits).sigmoid()
+
+
 def written_out(
     q: Tensor,
     k: Tensor,

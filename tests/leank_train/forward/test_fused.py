@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend
 
 from leank import kernels
 from leank.eval.cache.attention.dense import CALLS_PER_PLAN
+from leank.eval.cache.attention.softmax import PLAIN, Softmax
 from leank.kernels import flash_backward, flash_forward
 from leank_train.forward import branching
 from leank_train.forward.fused import LEAST_LOGIT, exp_, fused_attention, side_by_side
@@ -36,8 +37,12 @@ def seen_by_zone(rows, keys, sink, window):
     limit=st.sampled_from([None, 1]),
     flash_from=st.sampled_from([None, 1]),
     scale=st.sampled_from([0.5, 300.0]),  # with the second nearly all weights underflow
+    height=st.sampled_from([None, 0.0, 4.0, -300.0, 300.0]),  # of sinks; the last one takes all the weight
+    softcap=st.sampled_from([None, 2.0]),
 )
-def test_equals_the_dense_form(seed, documents, branches, group, sink, window, empty_heads, limit, flash_from, scale):
+def test_equals_the_dense_form(
+    seed, documents, branches, group, sink, window, empty_heads, limit, flash_from, scale, height, softcap
+):
     torch.manual_seed(seed)
     H, D, P, T, n, R = 2, 4, 80, 6, 4, documents * branches
     lengths = torch.randint(70, P + 1, (documents,))
@@ -61,10 +66,14 @@ def test_equals_the_dense_form(seed, documents, branches, group, sink, window, e
     leaves = (q, alpha, own_k, own_v)
 
     keys, values = ([x, side_by_side(y, documents)] for x, y in ((k, own_k), (v, own_v)))
-    out = fused_attention(q, keys, values, Plan(pieces), scale, alpha, empty_heads, limit, flash_from=flash_from)
+    sinks = None if height is None else height + torch.randn(H * group, dtype=torch.float64)
+    out = fused_attention(
+        q, keys, values, Plan(pieces), scale, alpha, empty_heads, limit, None, flash_from, Softmax(softcap, sinks)
+    )
     rows = [torch.cat([x.repeat_interleave(branches, 0), y], 2) for x, y in ((k, own_k), (v, own_v))]
     at = torch.cat([document_positions.repeat_interleave(branches, 0), own_positions], 1)
-    wanted = eq1(q, *rows, alpha, scale, *seen_by_zone(q_positions, at, sink, window), empty_heads)
+    seen = seen_by_zone(q_positions, at, sink, window)
+    wanted = eq1(q, *rows, alpha, scale, *seen, empty_heads, None, sinks, softcap)
     torch.testing.assert_close(out, wanted, rtol=1e-9, atol=1e-12)
     weights = torch.randn_like(out)
     got = torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True)
@@ -199,7 +208,7 @@ def test_named_kernels_come_first_and_others_follow(monkeypatch):
 @pytest.mark.parametrize("kernel", ["auto", "cudnn", "flash", "efficient", "math"])
 def test_kernels_agree(kernel):
     q, k, v = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
-    out = branching.PrefillPass(9, 1, kernel).attend(0, q, k, v, 0.3)
+    out = branching.PrefillPass(9, 1, kernel).attend(0, q, k, v, 0.3, PLAIN)
     logits = (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
     torch.testing.assert_close(out, logits.softmax(-1) @ v.repeat_interleave(2, 1))
 

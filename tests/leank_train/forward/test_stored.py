@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leank.eval.cache import compressed_cache
+from leank.eval.cache.attention.softmax import PLAIN, Softmax
 from leank.eval.cache.storage.quantised import Packing
 from leank.mask import ChannelMask
 from leank.precision import GROUP, Precision
@@ -41,9 +42,13 @@ def test_every_channel_has_its_own_levels(seed, length, bits):
             torch.testing.assert_close(mine, fake_quantise(cell, width), rtol=0, atol=1e-12)
 
 
-def slow(q, k, v, widths, scale, plain, middle, first):
+def slow(q, k, v, widths, scale, plain, middle, first, softcap, sinks):
     """Attention [Hq, n, D] of one branch in dense matrices; plain, middle: bool [n, T]; cells begin at `first` [T]."""
     group, out = len(q) // len(k), []
+
+    def cap(logits):
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
     for h, query in enumerate(q):
         of_keys, (of_value, gate) = widths[h // group, :-2], widths[h // group, -2:]
         keys, values = k[h // group].clone(), v[h // group].clone()
@@ -51,9 +56,9 @@ def slow(q, k, v, widths, scale, plain, middle, first):
             cells = keys[start:stop]
             keys[start:stop] = torch.stack([one(x, w) for x, w in zip(cells.mT, of_keys, strict=True)], 1)
         values = torch.stack([one(x, of_value, fade=False) for x in values])
-        weights = (query @ k[h // group].mT * scale).exp() * plain
-        stored_weights = (query @ keys.mT * scale).exp() * middle * (gate + 1e-3 * (1 - gate))
-        total = (weights + stored_weights).sum(-1, keepdim=True)
+        weights = cap(query @ k[h // group].mT * scale).exp() * plain
+        stored_weights = cap(query @ keys.mT * scale).exp() * middle * (gate + 1e-3 * (1 - gate))
+        total = (weights + stored_weights).sum(-1, keepdim=True) + (0 if sinks is None else sinks[h].exp())
         out.append((weights @ v[h // group] + stored_weights @ values) / total)
     return torch.stack(out)
 
@@ -92,19 +97,21 @@ def random_widths(seed, heads=2, dim=8):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_attention_equals_the_dense_form(seed):
+@pytest.mark.parametrize("softmax", [PLAIN, Softmax(None, normal(4, seed=6)), Softmax(2.0)])
+def test_attention_equals_the_dense_form(seed, softmax):
     widths = random_widths(seed)
+    if softmax.softcap is not None:
+        widths[..., -1] = 1  # a share in between has another meaning there
     state, (q, k, v), (prefix, question, positions) = the_pass(widths)
-    found, scale = state.attend(0, q, k, v, 0.3), 0.3
+    found, scale = state.attend(0, q, k, v, 0.3, softmax), 0.3
     for r, (asked, answered) in enumerate([(9, 3), (4, 2)]):
         keys = torch.cat([prefix.keys[0][0], question.keys[0][r, :, :asked], k[r, :, :answered]], 1)
         values = torch.cat([prefix.values[0][0], question.values[0][r, :, :asked], v[r, :, :answered]], 1)
         i, j = positions[r, :answered, None], torch.arange(keys.shape[1])
         plain = (j <= i) & ((j < 3) | (i - j < 6))
         spans = [(3, 90), (90, 90 + asked), (90 + asked, 90 + asked + answered)]
-        wanted = slow(
-            q[r, :, :answered], keys, values, widths[0], scale, plain.double(), ((j <= i) & ~plain).double(), spans
-        )
+        seen = plain.double(), ((j <= i) & ~plain).double()
+        wanted = slow(q[r, :, :answered], keys, values, widths[0], scale, *seen, spans, *softmax)
         torch.testing.assert_close(found[r, :, :answered], wanted, rtol=1e-9, atol=1e-9)
 
 
@@ -115,7 +122,7 @@ def test_every_width_has_its_gradient():
 
     def attend(widths):
         state, given, _ = the_pass(widths)
-        return state.attend(0, *given, 0.3)[0]
+        return state.attend(0, *given, 0.3, PLAIN)[0]
 
     assert torch.autograd.gradcheck(attend, widths, eps=1e-6, atol=1e-6)
 
@@ -149,6 +156,12 @@ def test_a_layout_is_read_as_a_cache_stores_it():
     torch.testing.assert_close(model.lm_head(hidden[0, 0]), wanted, rtol=1e-9, atol=1e-9)
     whole = model(torch.cat([document, question, answer])[None]).logits[0, -1]
     assert (whole - wanted).abs().max() > 0.05  # the layout changes the reply
+
+
+def test_shares_of_soft_capped_heads_are_not_learned():
+    state, given, _ = the_pass(random_widths(0).requires_grad_())
+    with pytest.raises(ValueError, match=r"^pruning\.bytes: this model's softmax has soft-capped logits"):
+        state.attend(0, *given, 0.3, Softmax(softcap=2.0))
 
 
 def test_shared_documents_are_refused():

@@ -25,6 +25,7 @@ from leank_train.settings import check
 from leank_train.train import run
 from tests.conftest import tiny_model
 from tests.helpers.branches import DOCUMENTS, batch, pad, step
+from tests.helpers.families import build
 from tests.helpers.ranks import SETTINGS, forked_ranks, record, two_ranks
 from tests.helpers.tiny_run import alpha, settings
 
@@ -193,8 +194,8 @@ def one_rank(rank, world, address, flash):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{address}", timedelta(seconds=60), rank=rank, world_size=world)
-    for architecture, zones in (("llama", ZONES), ("qwen3", ZONES[:1])):
-        model = tiny_model(architecture)
+    models = ((tiny_model("llama"), ZONES), *((build(name), ZONES[:1]) for name in ("qwen3", "gpt_oss", "gemma2")))
+    for model, zones in models:
         documents, lengths = pad(batch()[0]), DOCUMENTS
         whole = prefill(model, documents, lengths)
         shared = prefill_in_shares(model, documents, lengths, dist.group.WORLD)
