@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from tests.oracles.eq1 import eq1
 
@@ -22,7 +22,9 @@ class Form(NamedTuple):
     """Rows before `context` attend in full, those from it on by Eq. 1.
 
     alpha: [L, H, D]; None for full attention in all rows (the teacher).
-    sink, window: tokens; the window counts the row itself.
+    sink, window: tokens; the window counts the row itself, unless there is a flush.
+    flush: None in training. In a cache the window is the last `window` tokens of the context; it takes in every row,
+        and gives its oldest `flush` tokens to the middle whenever it holds `window + flush`.
     empty_heads: as in `fused.fused_attention`.
     mean: [L, H, D], the middle's keys are alpha * k + (1 - alpha) * mean; 0 by default.
     """
@@ -33,6 +35,17 @@ class Form(NamedTuple):
     window: int = 1
     empty_heads: str = "zero"
     mean: Tensor | None = None
+    flush: int | None = None
+
+    def middle(self, length: int) -> Tensor:
+        """Which tokens each row reads through the middle, bool [length, length]."""
+        row, column = torch.arange(length)[:, None], torch.arange(length)
+        if self.flush is None:
+            end = row - self.window + 1
+        else:
+            first = max(self.sink, self.context - self.window)
+            end = first + (row - first - self.window).clamp(min=0) // self.flush * self.flush
+        return (row >= self.context) & (column >= self.sink) & (column < end)
 
 
 _now: list[Form] = []
@@ -60,13 +73,18 @@ def plain_forward(
 
 
 def _attention(module, q, k, v, attention_mask, scaling=None, s_aux=None, softcap=None, **_):
-    form, row, column = _now[-1], torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
-    middle = (row >= form.context) & (column >= form.sink) & (column <= row - form.window)
+    form = _now[-1]
     alpha, mean = (None if x is None else x[module.layer_idx] for x in (form.alpha, form.mean))
-    seen = (column <= row) & ~middle
-    out = eq1(q, k, v, alpha, scaling, seen, middle, form.empty_heads, mean, s_aux, softcap)
+    middle = form.middle(q.shape[2])
+    plain, middle = attention_mask & ~middle, attention_mask & middle
+    out = eq1(q, k, v, alpha, scaling, plain, middle, form.empty_heads, mean, s_aux, softcap)
     return out.transpose(1, 2).contiguous(), None
 
 
+def _mask(*args, **kwargs):
+    """Bool [B, 1, n, T], whether the layer has a sliding window or not."""
+    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+
+
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, lambda *_, **__: None)
+AttentionMaskInterface.register(NAME, _mask)
