@@ -6,15 +6,17 @@ forward over each sequence alone (`tests/oracles/plain_forward.py`), which has n
 
 import random
 import sys
+import tempfile
 import time
 import traceback
-from collections import Counter
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from leank.eval.cache import compressed_cache
+from leank.eval.cache import CompressedCache, compressed_cache
 from leank.eval.cache.hook import ATTENTION
 from leank.mask import ChannelMask
 from leank.shape import kv_shape
@@ -23,8 +25,9 @@ from tests.helpers.walk import build
 from tests.oracles.plain_forward import Form, plain
 
 VOCAB = 89  # of `left_padded`
-TOLERANCE = 1e-4  # of logits; layers of linear attention compute in float32
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+TOLERANCE = 1e-3  # of a logit: scans of linear attention compute in float32, and many layers make more of it
+ONE_PASS = ("jamba",)  # several tokens after the first pass are refused
 LINEAR_SIZES = {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
@@ -80,7 +83,6 @@ def jamba(draw):
     return {
         "num_hidden_layers": draw.randint(offset + 1, 4), "attn_layer_period": period, "attn_layer_offset": offset,
         "num_experts": draw.choice((1, 4)), "mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_d_conv": draw.randint(2, 4),
-        "use_mamba_kernels": False,
     }  # fmt: skip
 
 
@@ -89,7 +91,8 @@ def nemotron_h(draw):
         "layers_block_type": kinds(draw, LINEAR, "moe", "mlp"), "mamba_num_heads": 4, "mamba_head_dim": 8,
         "ssm_state_size": 8, "n_groups": draw.choice((1, 2)), "conv_kernel": draw.randint(2, 4),
         "chunk_size": draw.choice((4, 32)), "n_routed_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16, "use_mamba_kernels": False,
+        "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16,
+        "time_step_min": 1e-9,  # transformers clamps by it in a scan and not in a decoding step
     }  # fmt: skip
 
 
@@ -120,6 +123,15 @@ def decoder(kind, draw):
     return build(CONFIG_MAPPING[kind](**settings)).requires_grad_(False)
 
 
+def layer_kinds(model):
+    return getattr(model.config, "layer_types", None) or [FULL] * model.config.num_hidden_layers
+
+
+def plain_softmax(model):
+    """Whether its keys may be pruned towards their means."""
+    return model.config.model_type != "gpt_oss" and getattr(model.config, "attn_logit_softcapping", None) is None
+
+
 def random_mask(shape, draw, generator, means):
     """Blocks of channels that each head keeps: none, all or a number of its own."""
     layers, heads, dim = shape
@@ -139,6 +151,9 @@ class Case(NamedTuple):
     lengths: of the prompts, left-padded
     chunk: columns of the prompt that come at a time; 0 = the whole prompt
     turn: tokens of a later turn that come at once, after `steps` decoded ones
+    rows: of the batch that go on after the prompt
+    used: the cache has served another batch
+    saved: the cache goes through a file before the turn
     generated: by generate(), else tokens are fed
     """
 
@@ -149,6 +164,9 @@ class Case(NamedTuple):
     chunk: int
     steps: int
     turn: int
+    rows: list
+    used: bool
+    saved: bool
     generated: bool
     seed: int
 
@@ -156,65 +174,76 @@ class Case(NamedTuple):
 def random_case(kind, seed):
     draw, generator = random.Random(f"{kind} {seed}"), torch.Generator().manual_seed(seed)
     model = decoder(kind, draw)
-    shape = kv_shape(model.config)
-    plain_softmax = kind != "gpt_oss" and getattr(model.config, "attn_logit_softcapping", None) is None
-    longest = draw.choice((3, 12, 40))
-    equal, rows = draw.random() < 0.3, draw.randint(1, 3)
-    lengths = [draw.randint(1, longest)] * rows if equal else [draw.randint(1, longest) for _ in range(rows)]
+    longest, rows, one_pass = draw.choice((3, 12, 40)), draw.randint(1, 3), kind in ONE_PASS
+    lengths = [draw.randint(1, longest)] * rows if draw.random() < 0.3 else draw.choices(range(1, longest + 1), k=rows)
     return Case(
         model,
-        random_mask(shape, draw, generator, means=plain_softmax and draw.random() < 0.25),
+        random_mask(kv_shape(model.config), draw, generator, means=plain_softmax(model) and draw.random() < 0.25),
         {"sink": draw.randint(0, 5), "window": draw.randint(0, 10), "flush": draw.randint(1, 5)},
         lengths,
-        draw.choice((0, 0, 0, draw.randint(1, longest))),
-        draw.randint(1, 12),
-        draw.choice((0, 0, draw.randint(1, 12))),
-        draw.random() < 0.4,
-        seed,
+        chunk=0 if one_pass or draw.random() < 0.7 else draw.randint(1, longest),
+        steps=draw.randint(1, 12),
+        turn=0 if one_pass or draw.random() < 0.6 else draw.randint(1, 12),
+        rows=list(range(rows)) if draw.random() < 0.7 else draw.choices(range(rows), k=draw.randint(1, 4)),
+        used=draw.random() < 0.2,
+        saved=draw.random() < 0.3,
+        generated=draw.random() < 0.4,
+        seed=seed,
     )
 
 
-def pieces(case, columns):
-    """How many columns each pass takes."""
-    chunk = case.chunk or columns
-    prompt = [min(chunk, columns - start) for start in range(0, columns, chunk)]
-    return prompt + [1] * case.steps + ([case.turn, 1, 1] if case.turn else [])
+def words(case, rows, columns, salt):
+    """Random ids of a turn."""
+    return torch.randint(2, VOCAB, (rows, columns), generator=torch.Generator().manual_seed(1000 * case.seed + salt))
+
+
+def through_file(case, cache):
+    """The cache that a file of it gives; the same cache where states cannot be saved."""
+    if not case.saved or not {SLIDING, FULL}.issuperset(layer_kinds(case.model)):
+        return cache
+    with tempfile.TemporaryDirectory() as folder:
+        cache.save(Path(folder) / "cache.safetensors")
+        return CompressedCache.load(Path(folder) / "cache.safetensors", case.model)
 
 
 def fed(case, cache, ids, mask):
     """(ids, mask, logits) of all columns, by passes that are fed tokens."""
-    found, first = [], 0
-    position = mask.cumsum(-1).sub(1).clamp(min=0)
-    for piece in pieces(case, ids.shape[1]):
-        if first + piece > ids.shape[1]:
-            more = torch.randint(2, VOCAB, (len(ids), piece), generator=torch.Generator().manual_seed(case.seed + first))
-            ids, mask = torch.cat([ids, more], 1), torch.cat([mask, torch.ones_like(more)], 1)
-            position = mask.cumsum(-1).sub(1).clamp(min=0)
-        now = slice(first, first + piece)
-        out = case.model(
-            ids[:, now], attention_mask=mask[:, : now.stop], position_ids=position[:, now], past_key_values=cache
-        )
-        found.append(out.logits)
-        first += piece
+    columns, chunk, found = ids.shape[1], case.chunk or ids.shape[1], []
+    prompt = [min(chunk, columns - start) for start in range(0, columns, chunk)]
+    later = [1] * case.steps + ([case.turn, 1, 1] if case.turn else [])
+    for number, new in enumerate(prompt + later):
+        if number == len(prompt):  # some rows go on, some of them twice
+            cache.reorder_cache(torch.tensor(case.rows))
+            ids, mask, found = ids[case.rows], mask[case.rows], [x[case.rows] for x in found]
+        if number == len(prompt) + case.steps:
+            cache = through_file(case, cache)
+        first = sum(x.shape[1] for x in found)
+        if number >= len(prompt):
+            ids, mask = torch.cat([ids, words(case, len(ids), new, number)], 1), pad(mask, (0, new), value=1)
+        position = mask.cumsum(-1).sub(1).clamp(min=0)[:, first : first + new]
+        now = ids[:, first : first + new]
+        seen = mask[:, : first + new]
+        found.append(case.model(now, attention_mask=seen, position_ids=position, past_key_values=cache).logits)
     return ids, mask, torch.cat(found, 1)
 
 
 def generated(case, cache, ids, mask):
-    """The same by generate(); logits of columns that it does not return are NaN."""
-    found = []
-    options = {"prefill_chunk_size": case.chunk} if case.chunk else {}
+    """The same by generate(), whose logits are those of new tokens; zero elsewhere, and so is the mask."""
+    known, logits, options = torch.zeros_like(mask[:, :-1]), torch.zeros(len(ids), ids.shape[1] - 1, VOCAB), {}
+    if case.chunk:
+        options["prefill_chunk_size"] = case.chunk
     for turn, steps in enumerate((case.steps, 2) if case.turn else (case.steps,)):
         if turn:
-            more = torch.randint(2, VOCAB, (len(ids), case.turn), generator=torch.Generator().manual_seed(case.seed))
-            ids, mask, options = torch.cat([ids, more], 1), torch.cat([mask, torch.ones_like(more)], 1), {}
+            cache, options = through_file(case, cache), {}
+            ids, mask = torch.cat([ids, words(case, len(ids), case.turn, 0)], 1), pad(mask, (0, case.turn), value=1)
+            known, logits = pad(known, (0, case.turn)), pad(logits, (0, 0, 0, case.turn))
         out = case.model.generate(
             ids, attention_mask=mask, past_key_values=cache, max_new_tokens=steps, min_new_tokens=steps,
             do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=0, **options,
         )  # fmt: skip
-        unknown = ids.shape[1] - 1 - sum(x.shape[1] for x in found)
-        found += [torch.full((len(ids), unknown, VOCAB), torch.nan), torch.stack(out.logits, 1)]
-        ids, mask = out.sequences, torch.cat([mask, mask.new_ones(len(ids), steps)], 1)
-    return ids[:, :-1], mask[:, :-1], torch.cat(found, 1)
+        ids, mask = out.sequences, pad(mask, (0, steps), value=1)
+        known, logits = pad(known, (0, steps), value=1), torch.cat([logits, *(x[:, None] for x in out.logits)], 1)
+    return ids[:, :-1], mask[:, :-1], logits, known.bool()
 
 
 def oracle(case, ids, context, keep):
@@ -227,33 +256,37 @@ def oracle(case, ids, context, keep):
 class Found(NamedTuple):
     difference: float  # the largest of a logit, from the oracle
     pruned: float  # of the oracle with the mask, from one without
-    middle: bool  # whether any token was read through the middle
 
 
 @torch.no_grad()
 def hold(case):
     """Run the case; how far its logits are from the oracle's."""
-    kinds = getattr(case.model.config, "layer_types", None) or []
     keep = case.mask.keep.clone()
-    for index, kind in enumerate(kinds):
+    for index, kind in enumerate(layer_kinds(case.model)):
         keep[index] |= kind == SLIDING  # a cache leaves these layers as they are
     ids, mask = left_padded(case.lengths, case.seed)
     cache = compressed_cache(case.model, case.mask, **case.sizes)
+    if case.used:
+        case.model(ids[:1], attention_mask=mask[:1], past_key_values=cache)
+        cache.reset()
     if case.chunk:
         cache.expect(ids.shape[1])
-    ids, mask, got = (generated if case.generated else fed)(case, cache, ids, mask)
-    assert case.model.config._attn_implementation == ATTENTION
+    if case.generated:
+        ids, mask, got, known = generated(case, cache, ids, mask)
+        lengths = case.lengths
+    else:
+        ids, mask, got = fed(case, cache, ids, mask)
+        known, lengths = mask.bool(), [case.lengths[row] for row in case.rows]
     found = []
-    for row, length in enumerate(case.lengths):
+    for row, length in enumerate(lengths):
         real = mask[row].bool()
         want, whole = (oracle(case, ids[row, real], length, kept) for kept in (keep, torch.ones_like(keep)))
-        of_row = got[row, real]
-        known = ~of_row.isnan().any(-1)
-        assert known[-1]
-        middle = Form(length, None, **case.sizes).middle(int(real.sum())).any()
-        found.append(((of_row - want)[known].abs().max(), (whole - want).abs().max(), middle))
-    difference, pruned, middle = zip(*found, strict=True)
-    return Found(float(max(difference)), float(max(pruned)), bool(max(middle)))
+        compared = known[row, real]
+        difference = (got[row, real] - want)[compared].abs()
+        assert difference.isfinite().all()
+        found.append((float(difference.max()), float((whole - want)[compared].abs().max())))
+    assert case.model.config._attn_implementation == ATTENTION
+    return Found(*map(max, zip(*found, strict=True)))
 
 
 def check(kind, seed):
@@ -264,23 +297,21 @@ def check(kind, seed):
 
 
 if __name__ == "__main__":
-    failed = 0
+    cases, all_passed = int(sys.argv[1]), True
     for kind in sys.argv[2:] or FAMILIES:
-        began, wrong, found = time.time(), Counter(), []
-        for seed in range(int(sys.argv[1])):
+        began, found = time.time(), []
+        for seed in range(cases):
             try:
                 found.append(check(kind, seed))
             except Exception as error:
-                line = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 at = traceback.extract_tb(error.__traceback__)[-1]
-                wrong[line[:60]] += 1
-                print("  ", seed, line[:200], f"{at.filename}:{at.lineno}", flush=True)
+                print(f"{kind} {seed}: {error!r:.300} ({at.filename}:{at.lineno})", flush=True)
         differ, pruned = (max((x[i] for x in found), default=0.0) for i in (0, 1))
-        matters = sum(x.pruned > 100 * TOLERANCE for x in found)
+        matters = sum(x.pruned > 10 * TOLERANCE for x in found)
         print(
-            f"{kind}: {len(found)} of {sys.argv[1]} passed; largest difference {differ:.1e}; the mask changes a logit "
-            f"by more than {100 * TOLERANCE} in {matters}, by up to {pruned:.1f}; {time.time() - began:.0f} s",
+            f"{kind}: {len(found)} of {cases} cases pass; the largest difference of a logit is {differ:.1e}; the mask "
+            f"changes one by more than {10 * TOLERANCE} in {matters} cases; {time.time() - began:.0f} s",
             flush=True,
         )
-        failed += len(wrong)
-    sys.exit(failed > 0)
+        all_passed &= len(found) == cases
+    sys.exit(not all_passed)
