@@ -16,11 +16,12 @@ IN_ARCHITECTURE = (
 )  # RoPE is not among it, whose scaling a run may override  # fmt: skip
 
 
-BEYOND = {  # model types that hold or read their keys in a way of their own, which no setting tells
+BEYOND = {  # model types that hold or read keys or states in a way of their own, which no setting tells
     "diffllama": "attends twice in each layer",
     "doge": "has a mask of its own in each head",
     "jetmoe": "repeats its keys for every expert of its attention",
     "minimax": "takes no cache but its own",
+    "recurrent_gemma": "holds its states in the model itself, not in a cache",
     "mllama_text_model": "has layers that attend to a picture (cross_attention_layers)",
 }
 
@@ -38,6 +39,10 @@ def kv_shape(config: PreTrainedConfig) -> DecoderShape:
     kind = getattr(config, "model_type", "unknown")
     if kind in BEYOND:
         raise ValueError(f"model={kind} {BEYOND[kind]}; choose another model")
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise ValueError(
+            f"model={kind} has attention that is not causal (use_bidirectional_attention); choose another model"
+        )
     try:
         heads, dim = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
     except RuntimeError as error:  # of transformers, for what differs from layer to layer, as in Gemma 4

@@ -26,7 +26,7 @@ from leank.eval.cache.attention.backend import BackendChoice, choose_backend
 from leank.eval.cache.generate import generate
 from leank.eval.cache.graph import KeptSteps, stores
 from leank.eval.cache.hook import ATTENTION
-from leank.eval.cache.layer import CompressedLayer, StateLayer
+from leank.eval.cache.layer import FORGETFUL, CompressedLayer, StateLayer
 from leank.eval.cache.memory import Memory, measure
 from leank.eval.cache.saved import Saved, save
 from leank.eval.cache.storage import banded
@@ -56,6 +56,11 @@ class CompressedCache(Cache):
         self.steps = KeptSteps()
         self._with_tokens = [i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
         self._model = None if model is None else weakref.ref(model)
+        kind = "" if model is None else model.config.get_text_config(decoder=True).model_type
+        self._forgetful = kind if kind in FORGETFUL else ""
+        states = any(isinstance(layer, StateLayer) for layer in layers)
+        for layer in self.compressed:
+            layer.beside_states = states
         self._since_crop: int | None = None  # passes since the last crop() of a recorded past, None = no crop yet
         self._widest = 0  # columns of the largest pass since the cache was new
 
@@ -86,6 +91,19 @@ class CompressedCache(Cache):
         if layer_idx == self._with_tokens[0]:
             self._begin_pass(key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """See `CompressedLayer.get_mask_sizes`; models ask for it before any layer runs.
+
+        Raises ValueError for several tokens after the first pass, of a model whose states cannot take them.
+        """
+        if self._forgetful and query_length > 1 and self.get_seq_length(self._with_tokens[0]):
+            raise ValueError(
+                f"linear attention of {self._forgetful} forgets what it has read when several tokens come at once: "
+                "give the prompt in one pass and later tokens one by one, or call cache.reset() before the whole "
+                "conversation"
+            )
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def _begin_pass(self, new: int) -> None:
         """Before a pass of `new` columns, end a recording that is over and warn of an unannounced chunk."""

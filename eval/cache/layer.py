@@ -25,6 +25,9 @@ from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Addresses, Store
 from leank.eval.cache.storage.upload import capturing
 
+# Model types whose linear attention forgets its state when several tokens come at once, in transformers itself.
+FORGETFUL = ("jamba",)
+
 
 class CompressedLayer(DynamicLayer):
     """The three parts sink | middle | window of one attention layer (LeanK, section 3.3).
@@ -32,6 +35,8 @@ class CompressedLayer(DynamicLayer):
     middle: how the middle is kept; sizes: sink, window and flush, in tokens
     choice: chooses the backend when the first query comes after the prompt
     store: what a sealed layer holds, None before; until then the prompt lies in `keys` and `values`
+    beside_states: whether other layers of the model have linear attention, which cannot pass over all padding
+    waiting: whether tokens that update() took were never attended: a pass broke off there
     """
 
     # While past is being recorded, crop() can take back any number of tokens, else those since the last move.
@@ -40,12 +45,12 @@ class CompressedLayer(DynamicLayer):
     def __init__(self, middle: Middle, sizes: Sizes, choice: BackendChoice) -> None:
         super().__init__()
         self.middle, self.sizes, self.choice = middle, sizes, choice
-        self.record_past = False
+        self.record_past = self.beside_states = False
         self._kept: Addresses | None = None  # where a captured step reads the layer; the next prompt goes there
         self._clear()
 
     def _clear(self) -> None:
-        self.is_initialized = False
+        self.is_initialized = self.waiting = False
         self.keys = self.values = None  # the prompt until it is sealed, then the tokens that await attend()
         self.store: Store | None = None
         self.backend: Plain | None = None  # what runs over the store, once a query has come
@@ -55,6 +60,7 @@ class CompressedLayer(DynamicLayer):
         self._real: Tensor | None = None  # [B, columns] of an unsealed prompt
         self._room: PromptRoom | None = None  # where an announced prompt is collected
         self.ended_at = -1  # columns of a prompt that came unannounced, once it is sealed
+        self._ends_padded = False  # whether padding stands behind the last token of a row; known beside states alone
 
     if not TYPE_CHECKING:
 
@@ -115,6 +121,7 @@ class CompressedLayer(DynamicLayer):
             value_states = torch.cat([self.values, value_states], 2)  # type: ignore[list-item]
         self.keys, self.values = key_states, value_states
         self._columns += 0 if capturing(key_states) else new
+        self.waiting = True
         return self, value_states
 
     def attend(
@@ -127,12 +134,31 @@ class CompressedLayer(DynamicLayer):
 
         q: [B, Hq, Q, D]; scaling: factor of the logits, None = 1 / sqrt(D)
         padding_mask: [B, >= columns] bool or 0/1, False = padding, None = no padding
-        Returns [B, Q, Hq, D]. Raises ValueError unless the mask is 2-D and covers every column.
+        Returns [B, Q, Hq, D]. Raises ValueError unless the mask is 2-D and covers every column, and for padding that
+        other layers of the model would take for tokens.
         """
         real = None if padding_mask is None else self._real_of(padding_mask)
+        if self.beside_states:
+            self._check_padding(real, q.shape[2])
         kind = q.device.type
         with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-            return self._attend(q.to(self.dtype), real, scaling, softmax)
+            out = self._attend(q.to(self.dtype), real, scaling, softmax)
+        self.waiting = False
+        return out
+
+    def _check_padding(self, real: Tensor | None, new: int) -> None:
+        wrong = self._ends_padded
+        if real is not None and (new > 1 or self.store is None):  # no decoding step, which would wait for the device
+            behind = ~real & (real.cumsum(-1) > 0)
+            alone = new == 1 and not bool(real[:, -1].all())
+            wrong = alone or bool((real & (behind.cumsum(-1) > 0)).any())
+            self._ends_padded = bool(behind[:, -1].any())
+        if wrong:
+            raise ValueError(
+                "linear attention of this model takes padding for a token where it stands behind a token, or comes "
+                "alone in a pass: call cache.reset(), pad prompts on the left and later turns not at all, and let "
+                "chunks of a padded prompt have two tokens or more"
+            )
 
     def _attend(self, q: Tensor, real: Tensor | None, scaling: float | None, softmax: Softmax) -> Tensor:
         if self.middle.center is not None and not softmax.plain:
@@ -298,11 +324,6 @@ class CompressedLayer(DynamicLayer):
     def awaits(self) -> int:
         """Columns of an announced prompt that have not come yet, 0 without an announcement."""
         return max(0, self._expected - self._columns) if self.store is None else 0
-
-    @property
-    def waiting(self) -> bool:
-        """Whether tokens that followed the prompt were never attended: a pass broke off there."""
-        return self.store is not None and self.keys is not None
 
     def _real_of(self, padding_mask: Tensor) -> Tensor:
         """Which columns are real, [B, columns]; raises ValueError unless the mask is 2-D and covers them all."""

@@ -20,6 +20,9 @@ from leank.eval.cache import CompressedCache, compressed_cache
 from leank.eval.cache.hook import ATTENTION
 from leank.mask import ChannelMask
 from leank.shape import kv_shape
+from leank_train.forward.branching import branch, prefill, student
+from tests.helpers.branches import pad as side_by_side
+from tests.helpers.branches import tokens
 from tests.helpers.cache_oracle import left_padded
 from tests.helpers.walk import build
 from tests.oracles.plain_forward import Form, plain
@@ -108,8 +111,8 @@ FAMILIES = {
 }
 
 
-def decoder(kind, draw):
-    """A random model of a family."""
+def decoder(kind, draw, **more):
+    """A random model of a family; more: settings."""
     dim, heads, group = draw.choice((8, 16, 64)), draw.choice((1, 2, 4)), draw.choice((1, 2, 3))
     settings = {
         "vocab_size": VOCAB, "hidden_size": dim * heads * group if kind in ("lfm2", "jamba") else 48,
@@ -120,11 +123,15 @@ def decoder(kind, draw):
     settings |= gemma4(draw, dim) if kind == "gemma4_text" else FAMILIES[kind](draw)
     if "layer_types" in settings:
         settings["num_hidden_layers"] = len(settings["layer_types"])
-    return build(CONFIG_MAPPING[kind](**settings)).requires_grad_(False)
+    return build(CONFIG_MAPPING[kind](**{**settings, **more})).requires_grad_(False)
 
 
 def layer_kinds(model):
     return getattr(model.config, "layer_types", None) or [FULL] * model.config.num_hidden_layers
+
+
+def has_states(model):
+    return not {SLIDING, FULL}.issuperset(layer_kinds(model))
 
 
 def plain_softmax(model):
@@ -181,7 +188,7 @@ def random_case(kind, seed):
         random_mask(kv_shape(model.config), draw, generator, means=plain_softmax(model) and draw.random() < 0.25),
         {"sink": draw.randint(0, 5), "window": draw.randint(0, 10), "flush": draw.randint(1, 5)},
         lengths,
-        chunk=0 if one_pass or draw.random() < 0.7 else draw.randint(1, longest),
+        chunk=0 if one_pass or draw.random() < 0.7 else draw.randint(2 if has_states(model) else 1, longest),
         steps=draw.randint(1, 12),
         turn=0 if one_pass or draw.random() < 0.6 else draw.randint(1, 12),
         rows=list(range(rows)) if draw.random() < 0.7 else draw.choices(range(rows), k=draw.randint(1, 4)),
@@ -199,7 +206,7 @@ def words(case, rows, columns, salt):
 
 def through_file(case, cache):
     """The cache that a file of it gives; the same cache where states cannot be saved."""
-    if not case.saved or not {SLIDING, FULL}.issuperset(layer_kinds(case.model)):
+    if not case.saved or has_states(case.model):
         return cache
     with tempfile.TemporaryDirectory() as folder:
         cache.save(Path(folder) / "cache.safetensors")
@@ -246,6 +253,12 @@ def generated(case, cache, ids, mask):
     return ids[:, :-1], mask[:, :-1], logits, known.bool()
 
 
+def of_cache(model, mask):
+    """The channels [L, H, D] that a cache keeps, which leaves layers with a sliding window as they are."""
+    sliding = torch.tensor([kind == SLIDING for kind in layer_kinds(model)])
+    return mask.keep | sliding[:, None, None]
+
+
 def oracle(case, ids, context, keep):
     """Logits [tokens, vocabulary] of one sequence, by one forward."""
     means = None if case.mask.mean_keys is None else case.mask.mean_keys.double()
@@ -259,11 +272,10 @@ class Found(NamedTuple):
 
 
 @torch.no_grad()
-def hold(case):
-    """Run the case; how far its logits are from the oracle's."""
-    keep = case.mask.keep.clone()
-    for index, kind in enumerate(layer_kinds(case.model)):
-        keep[index] |= kind == SLIDING  # a cache leaves these layers as they are
+def hold(case, other=None):
+    """Run the case; how far its logits are from those of its oracle, or of another case's."""
+    other = other or case
+    keep = of_cache(other.model, other.mask)
     ids, mask = left_padded(case.lengths, case.seed)
     cache = compressed_cache(case.model, case.mask, **case.sizes)
     if case.used:
@@ -280,7 +292,7 @@ def hold(case):
     found = []
     for row, length in enumerate(lengths):
         real = mask[row].bool()
-        want, whole = (oracle(case, ids[row, real], length, kept) for kept in (keep, torch.ones_like(keep)))
+        want, whole = (oracle(other, ids[row, real], length, kept) for kept in (keep, torch.ones_like(keep)))
         compared = known[row, real]
         difference = (got[row, real] - want)[compared].abs()
         assert difference.isfinite().all()
@@ -294,6 +306,29 @@ def check(kind, seed):
     found = hold(random_case(kind, seed))
     assert found.difference < TOLERANCE, f"{kind} {seed}: {found}"
     return found
+
+
+@torch.no_grad()
+def check_trained(kind, seed):
+    """The student's hidden states in training are those of the cache; texts are shorter than sliding windows."""
+    draw, generator = random.Random(f"{kind} {seed}"), torch.Generator().manual_seed(seed)
+    model = decoder(kind, draw, sliding_window=64)
+    mask = random_mask(kv_shape(model.config), draw, generator, means=plain_softmax(model) and draw.random() < 0.5)
+    mask = ChannelMask(of_cache(model, mask), mean_keys=mask.mean_keys)
+    lengths = [[draw.randint(1, most) for _ in range(n)] for most, n in ((24, 2), (6, 4), (8, 4))]
+    documents, questions, answers = (tokens(some, 3 * seed + i) for i, some in enumerate(lengths))
+    sizes = {"sink": draw.randint(0, 5), "window": draw.randint(1, 9)}
+    prefix = prefill(model, side_by_side(documents), lengths[0])
+    question = branch(model, prefix, side_by_side(questions), lengths[1])
+    if mask.mean_keys is not None:
+        prefix = prefix.center_(mask.mean_keys)
+    alpha, hands = mask.keep.double(), {**sizes, "empty_heads": "drop"}
+    want = student(model, prefix, question, side_by_side(answers), lengths[2], alpha, **hands)
+    sizes = {"sink": sizes["sink"], "window": sizes["window"] - 1, "flush": 1}  # Eq. 1 counts the row, a cache does not
+    for row, answer in enumerate(answers):
+        cache, passes = compressed_cache(model, mask, **sizes), [torch.cat([documents[row // 2], questions[row]])]
+        got = [model.base_model(x[None], past_key_values=cache).last_hidden_state for x in (*passes, *answer[:, None])]
+        torch.testing.assert_close(torch.cat(got[1:], 1)[0], want[row, : len(answer)], rtol=1e-5, atol=1e-5)
 
 
 if __name__ == "__main__":
