@@ -86,6 +86,11 @@ def test_a_pruned_mask_is_the_oracle(name):
 
 
 @pytest.mark.parametrize("name", RIGHT)
+def test_tokens_at_once_are_tokens_one_by_one(name):
+    walk.check_a_turn(build(name))
+
+
+@pytest.mark.parametrize("name", RIGHT)
 def test_generate_gives_the_dense_tokens(name):
     walk.check_generate(build(name))
 
