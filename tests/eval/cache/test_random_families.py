@@ -15,7 +15,7 @@ TRAINED = ("gemma3_text", "gemma4_text", "gpt_oss")
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_cache_is_a_plain_forward_with_channels_zeroed(kind):
-    assert max(check(kind, seed).pruned for seed in range(5)) > 10 * TOLERANCE
+    assert max(check(kind, seed).pruned for seed in range(4)) > 10 * TOLERANCE
 
 
 @pytest.mark.slow
@@ -27,7 +27,7 @@ def test_three_hundred_cases(kind):
 
 @pytest.mark.parametrize("kind", TRAINED)
 def test_a_cache_reads_what_the_student_read(kind):
-    for seed in range(4):
+    for seed in range(3):
         check_trained(kind, seed)
 
 
