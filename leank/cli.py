@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,11 @@ def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
         if asked:
             raise
         sys.exit(f"{command}: {in_one_line(ADVICE.split(str(error))[0]).removesuffix('.')}{hint}")
+    except TypeError as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if asked or not frame.f_globals["__name__"].startswith("hydra."):
+            raise
+        sys.exit(f"{command}: a group, such as model=, takes the name of a file or a list of names{hint}")
     finally:
         if not asked:
             os.environ.pop(FULL, None)

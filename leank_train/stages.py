@@ -38,7 +38,7 @@ OBJECTIVES = objectives()
 class StageConfig(Checked):
     """Settings of one stage; `stage1` and `stage2` of conf hold the paper's values and name the official code's."""
 
-    steps: Count  # optimizer steps; 0 skips the stage
+    steps: Count  # optimizer steps; 0 skips the stage, 0 in both takes the scores of the closed form
     # Adam's learning rate, or "auto", which chooses it and Adam's momentum by the number of steps
     lr: Annotated[float, Gt(0), Le(1), "scores lie in [0, 1], and the paper has 0.02"] | Auto
     schedule: Annotated[str, OneOf(*distill.SCHEDULES)] = "official"  # of the learning rate; see `distill.lr_factor`

@@ -88,7 +88,7 @@ def train(current: Run, signals: Signals) -> Metrics:
     if logger:
         logger.log_hyperparams(current.resolved)
 
-    # 2. the two stages
+    # 2. the two stages, or without their steps the closed form
     means = calibrate(config, backbone) if config.pruning.compensation == "mean" else None
     if config.pruning.bytes is not None:
         return train_layouts(current, backbone, means, logger, signals, started)

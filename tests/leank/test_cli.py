@@ -63,6 +63,23 @@ def test_a_configuration_file_that_cannot_be_read(tmp_path, monkeypatch, content
     assert "\n" not in stopped.value.code
 
 
+@pytest.mark.parametrize("given", ["[[1]]", "[[a,b],[c]]", "[null]", "[{a:1}]"])
+def test_a_group_that_is_given_no_names_is_one_line(tmp_path, monkeypatch, given):
+    monkeypatch.delenv(FULL, raising=False)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/a.yaml").write_text("x: 1")
+    (tmp_path / "main.yaml").write_text("defaults:\n  - model: a\n")
+
+    def main():
+        with initialize_config_dir(str(tmp_path), version_base="1.3"):
+            compose("main", [f"model={given}"])
+
+    with pytest.raises(SystemExit, match="eval: a group, such as model=, takes the name of a file"):
+        launch(main, "eval")
+    with pytest.raises(TypeError, match="ours"):  # an error of our own is no user's
+        launch(lambda: (_ for _ in ()).throw(TypeError("ours")), "eval")
+
+
 def test_a_log_that_cannot_be_written_is_no_traceback(capsys, monkeypatch):
     monkeypatch.setattr(logging, "raiseExceptions", True)
 

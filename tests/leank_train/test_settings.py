@@ -180,6 +180,7 @@ def test_evaluation_refuses_nonsense(make, message):
         (["stage1.reduction=paper"], "stage1.reduction='paper' with stage1.lam='auto'"),
         (["trainer.sequence_parallel=2"], "trainer.sequence_parallel=2 needs several processes"),
         (["trainer.shard_weights=true"], "trainer.shard_weights=True needs several processes"),
+        (["trainer=fsdp", "stage1.steps=0", "stage2.steps=0"], "take the closed form's mask, .*; give steps"),
         (["trainer=fsdp", "validation.samples=1"], "validation.samples=1: validation runs in one process"),
         (
             ["trainer=sequence_parallel", "+model.overrides.rope_parameters={rope_type: dynamic, factor: 2.0}"],
@@ -237,9 +238,6 @@ BEFORE_TRAINING = {
     ),
     "prompts that nothing reads": (["data.prompts=a"], [r"data\.prompts='a' has no effect", "take data=own_prompts"]),
     "no prompts": (["++data.tasks.prompts=1"], [r"data\.tasks\.prompts=1.* reads prompts of yours: set data\.pro"]),
-    "no steps, shared": (
-        ["stage1.steps=0", "stage2.steps=0", "trainer.sequence_parallel=2"], ["take the closed form's", "give steps"],
-    ),
     "lengths": (["data.min_length=500"], [r"data\.min_length=500 is above data\.max_length=400"]),
     # tasks
     "unknown task": (["++data.tasks.vtt=1"], ["task='vtt' is unknown; choose one of .*multikey"]),
