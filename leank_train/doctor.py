@@ -137,7 +137,7 @@ def fitting(config: PreTrainedConfig) -> dict[str, int | list[int]]:
 
 
 def commands(name: str, config: PreTrainedConfig) -> list[str]:
-    """Return the command lines that try a training, train, and check a mask, with settings that fit the model."""
+    """Return the command lines for a mask of the closed form, a learned one, and its check, with settings that fit."""
     fit = fitting(config)
     sink, window = sizes(config)
     middle = " ".join(f"{key}={fit[key]}" for key in fit if key.startswith("pruning."))
@@ -145,12 +145,12 @@ def commands(name: str, config: PreTrainedConfig) -> list[str]:
     short = 2 * (sink + window)
     train = f"python -m leank_train model.name={name} data=mixed {middle} logger=none"
     return [
-        f"{train} pruning.ratio=0.5 data.min_length={short} data.max_length={2 * short} stage1.steps=20 stage2.steps=5"
+        f"{train} pruning.ratio=0.5 data.min_length={short} data.max_length={2 * short} stage1.steps=0 stage2.steps=0"
         f" validation.lengths=[{2 * short}] validation.tasks=[niah_single_1] validation.samples=1 validation.heldout=2"
         " hydra.run.dir=outputs/try",
         f"{train} pruning.ratio=0.7 extra_ratios=[0.5,0.8] {lengths} hydra.run.dir=outputs/mine",
-        f"python -m leank.eval model.name={name} mask=outputs/mine 'method=[dense,leank,kivi4]' benchmark=text"
-        f" cache.sink={sink} cache.window={window} hydra.run.dir=outputs/mine/text",
+        f"python -m leank.eval model.name={name} mask=outputs/mine/mask.safetensors 'method=[dense,leank,kivi4]'"
+        f" benchmark=text cache.sink={sink} cache.window={window} hydra.run.dir=outputs/mine/text",
     ]
 
 
@@ -184,7 +184,7 @@ def examine(name: str, lengths: Sequence[int], batches: Sequence[int]) -> str:
         few = "positions" if reach(config) == positions(config) else "tokens of its sliding window"
         lines.append(f"\n{reach(config):,} {few} are too few to train with this sink and window.")
     elif found["training"].startswith("yes"):
-        lines += ["\nTry, train, and check:", *(f"    {line}" for line in commands(name, config))]
+        lines += ["\nWithout training, trained, and checked:", *(f"    {line}" for line in commands(name, config))]
     return "\n".join(lines)
 
 

@@ -63,5 +63,7 @@ def _store(name: str, methods: Any) -> None:
     ConfigStore.instance().store(option, methods, group, package="method", provider="conf/method")
 
 
+# Hydra copies its store, a singleton, for every group that --help lists; what it loads from there is a copy anyway
+ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
 store_methods()
 store_benchmarks()

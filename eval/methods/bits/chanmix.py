@@ -33,8 +33,8 @@ from leank.typed import OneOf, Positive, Share
 
 FP8 = torch.float8_e4m3fnuz
 RETRIEVAL, OUTLIER, NORMAL, SUBNORMAL = 4, 3, 2, 1  # bits
-SENTENCE = 75, "words of natural text, about 100 tokens, which the probe repeats"
-COPIES = 30  # of the sentence, at most
+WORDS = 75  # of natural text, about 100 tokens: the sentence that the probe repeats
+COPIES = 30  # of that sentence, at most
 SINK = 4  # first tokens of the probe to which attention does not count
 FOLDS = ((-2, 4), (-2, 2), (-2, 1))  # 64 tokens of one bit make 8 bytes
 
@@ -100,7 +100,7 @@ class ChanMix(FromSamples, Bits):
 
     def _probe(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Sample, int]:
         """A prompt of at most `length` tokens that repeats a sentence, and the sentence's tokens."""
-        sentence = " ".join(first_words(SENTENCE[0], None, "all"))
+        sentence = " ".join(first_words(WORDS, None, "all"))
         tokens = counter_of(tokenizer).pieces([sentence], "\n")[0]
         copies = min(COPIES, self.length // tokens - 1)  # a chat template has room, too
         if copies < 3:
@@ -112,11 +112,9 @@ class ChanMix(FromSamples, Bits):
         """The range of every channel of K over all tokens, [L, H, D], float64."""
         least, most = torch.tensor(torch.inf), torch.tensor(-torch.inf)
         for prefill in passes:
-            ends = [torch.stack(one.keys.aminmax(dim=2)).squeeze(1).double().cpu() for one in seen(prefill)]
-            least, most = (
-                pick(a, b)
-                for pick, a, b in zip((torch.minimum, torch.maximum), (least, most), torch.stack(ends, 1), strict=True)
-            )
+            ends = [torch.stack(one.keys[0].aminmax(dim=1)).double().cpu() for one in seen(prefill)]
+            low, high = torch.stack(ends, 1)
+            least, most = torch.minimum(least, low), torch.maximum(most, high)
         return most - least
 
     @cached_property
