@@ -6,13 +6,14 @@ essay    consecutive sentences of natural text: the shipped Wikipedia paragraphs
 """
 
 import gzip
-import json
 import random
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
+
+from pydantic_core import from_json
 
 from leank.data_gen.reading import digest, read_text
 from leank.data_gen.tokens import TokenCounter
@@ -104,8 +105,8 @@ def _read(path: str | None) -> str:
     if ".json" not in source.suffixes:
         return text
     try:
-        return str(json.loads(text)["text"])
-    except (ValueError, LookupError, TypeError, RecursionError):
+        return "" + from_json(text)["text"]  # a TypeError for what is no text
+    except (ValueError, LookupError, TypeError):
         raise ValueError(f'essays={path!r} is not RULER\'s form of essays; give JSON {{"text": "..."}}') from None
 
 

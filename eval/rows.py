@@ -13,21 +13,53 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Annotated, Any, NamedTuple, NotRequired
 
+from annotated_types import Ge, Le
+from pydantic import AfterValidator, ConfigDict, GetPydanticSchema, TypeAdapter, ValidationError, with_config
 from pydantic_core import from_json, to_json
+from typing_extensions import TypedDict
 
 from leank.files import Lock, remove_partial, sync_folder
+from leank.typed import Count, OneOf
 
 NAME = "results.jsonl"
 GLOB = "results*.jsonl"
 HOUR = 3600.0
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+OPEN = ConfigDict(**STRICT, extra="allow")
+
+
+@with_config(OPEN)
+class _Method(TypedDict, total=False):
+    """What tables read of a method's configuration."""
+
+    channels: dict[str, Any]
+    matched: dict[str, Any]
+
+
+@with_config(OPEN)
+class _Meta(TypedDict, total=False):
+    """What tables group by, where a benchmark has it."""
+
+    op: int
+    d: int | str
+    turn: int
+    mode: str
+    depth_percent: float
+
+
+def _with_total(found: dict[str, float]) -> dict[str, float]:
+    if found.get("total", 0) <= 0:
+        raise ValueError("there is no total above 0")
+    return found
 
 
 class RowSettings(TypedDict):
     """Everything that a row's answer depends on, beside the sample itself; `ResultRow.config` is its digest."""
 
-    method: dict[str, Any]  # the method's whole configuration (`eval.methods.Method.config`); empty for dense
+    # the method's whole configuration (`eval.methods.Method.config`); empty for dense
+    method: Annotated[dict[str, Any], GetPydanticSchema(lambda _, handler: handler(_Method))]
     format: NotRequired[int]  # version of what a row means
     model: NotRequired[dict[str, object]]  # the model's name, type and contents
     benchmark: NotRequired[dict[str, object]]  # the benchmark's settings
@@ -36,7 +68,7 @@ class RowSettings(TypedDict):
     # digest of the files that the task's samples come from; missing for a task without files
     data: NotRequired[str | None]
     # how special tokens in the sample's own text were read; missing where the text spells none
-    specials: NotRequired[str | None]
+    specials: NotRequired[Annotated[str, OneOf("text", "as_is")] | None]
 
 
 class Fidelity(TypedDict):
@@ -45,10 +77,10 @@ class Fidelity(TypedDict):
     Both read the same tokens: a reply of dense, or a given text. Means over tokens are None if `non_finite` is not.
     """
 
-    tokens: int  # how many distributions were compared
+    tokens: Count  # how many distributions were compared
     kl: float | None  # KL(dense || method), nats per token
     # share of the tokens after which both have the same likeliest next token, 0 to 1
-    top1: float | None
+    top1: Annotated[float, Ge(0), Le(1)] | None
     # loss, dense_loss: -log of the probability of a text's next token, nats per token; None where a reply was read
     loss: float | None
     dense_loss: float | None
@@ -64,20 +96,21 @@ class ResultRow(TypedDict):
     config: str  # digest of `settings`
     benchmark: str
     task: str
-    length: int | None  # nominal tokens of the prompt and reply; None where a benchmark has no lengths
+    length: Count | None  # nominal tokens of the prompt and reply; None where a benchmark has no lengths
     sample: str  # id of the sample within its task and length
     seed: int  # of the benchmark's generators
     compress: str  # "after_question" or "before_question"
-    score: float  # 0 to 1
+    score: Annotated[float, Ge(0), Le(1)]
     prediction: str  # the reply as text
     answers: list[object]  # what the scorer compared with
     metric: str  # name of the scorer, see `eval.benchmarks.base`
-    meta: dict[str, Any]  # what tables group by, such as op and depth_percent
-    prompt_tokens: int  # prompt_tokens, new_tokens: tokens of the prompt and of the reply
-    new_tokens: int
+    # what tables group by, such as op and depth_percent
+    meta: Annotated[dict[str, Any], GetPydanticSchema(lambda _, handler: handler(_Meta))]
+    prompt_tokens: Count  # prompt_tokens, new_tokens: tokens of the prompt and of the reply
+    new_tokens: Count
     # bytes held after the prompt, per part and in "total"; one sample's share of its batch. "allocated" is what the
     # GPU's allocator counts, of which other tensors that are freed meanwhile are taken off.
-    cache_bytes: dict[str, float]
+    cache_bytes: Annotated[dict[str, float], AfterValidator(_with_total)]
     middle_tokens: int | None  # tokens between sink and window at the reply's end; None for dense
     compressed: bool | None  # whether less than the dense cache is held or read; None for dense
     dense_only: bool  # whether the dense pass's logits alone decided the reply
@@ -91,7 +124,7 @@ class ResultRow(TypedDict):
     settings: RowSettings
     versions: dict[str, str]  # of Python and the libraries
     # prefill, seal, question and decode of the whole batch; first_token and per_token follow from them
-    seconds: dict[str, float | None]
+    seconds: dict[str, Annotated[float, Ge(0)] | None]
 
 
 class Key(NamedTuple):
@@ -106,6 +139,9 @@ class Key(NamedTuple):
     sample: str
     seed: int
     compress: str
+
+
+_ROW = TypeAdapter(with_config(STRICT)(ResultRow))
 
 
 def key_of(row: Mapping[str, Any]) -> Key:
@@ -210,14 +246,18 @@ def read(path: str | os.PathLike[str]) -> Iterator[ResultRow]:
 
 
 def check_rows(rows: Iterable[Mapping[str, object]]) -> None:
-    """Raise ValueError, naming the sample and the field, at the first row that lacks one: no report is made of it."""
+    """Raise ValueError, naming the sample and the field, at the first row that no report can be made of."""
     for row in rows:
-        for field in ResultRow.__annotations__.keys() - row.keys():
+        try:
+            _ROW.validate_python(row)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            what = "is missing" if first["type"] == "missing" else f"is wrong ({first['msg']})"
             key = ", ".join(f"{name!r}: {row.get(name)!r}" for name in ("method", "task", "length", "sample"))
             raise ValueError(
-                f"results row {{{key}}}: {field!r} is missing; it was edited, or another version wrote it: move its "
-                "results*.jsonl to another folder and run python -m leank.eval again"
-            )
+                f"results row {{{key}}}: {'.'.join(map(str, first['loc']))!r} {what}; it was edited, or another "
+                "version wrote it: move its results*.jsonl to another folder and run python -m leank.eval again"
+            ) from None
 
 
 def _in_turn(parts: list[Path]) -> Iterator[ResultRow]:

@@ -23,6 +23,7 @@ from leank.shape import DecoderShape, check_decoder, kv_shape
 from leank.shipped import resolve
 from leank.typed import BadConfig, Checked, OneOf, refuse_unknown, shown
 
+MOST_LAYERS = 4096  # no model has more, and transformers would build them for hours
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -120,6 +121,11 @@ def load_config(name: str, overrides: Mapping[str, object] | None = None) -> Pre
             if key == "rope_parameters":
                 value = _changed_rope(getattr(config, key, None) or {}, value, f"model.overrides.{key}")
             setattr(config, key, value)
+        layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1)
+        if not 1 <= layers <= MOST_LAYERS:
+            raise BadConfig(
+                f"model.name={name!r}: num_hidden_layers={layers} of its config is not in 1 to {MOST_LAYERS}"
+            )
     return config
 
 

@@ -28,7 +28,7 @@ from leank.errors import naming
 from leank.precision import Precision
 from leank.shape import architecture, kv_shape
 from leank.tensor_files import DamagedFile, read_checkpoint, read_tensors, write_tensors
-from leank.typed import Count, Positive, shown
+from leank.typed import Count, Positive, Share, shown
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedConfig
@@ -41,13 +41,13 @@ OFF = 0.02  # share of all channels by which a mask may miss its ratio without a
 Line = Annotated[str, StringConstraints(pattern=r"^[^\p{Cc}\p{Zl}\p{Zp}]*$")]
 
 
-@with_config(ConfigDict(strict=True, extra="allow"))
+@with_config(ConfigDict(strict=True, extra="allow", allow_inf_nan=False))
 class _Metadata(TypedDict, total=False):
     """What caches, servers and cards read of a mask's metadata; the rest may hold anything."""
 
     model: Line | None
     architecture: Line | None
-    ratio: float
+    ratio: Share
     sink: Count
     window: Positive
     lengths: Annotated[Sequence[Count], Len(2, 2)]
@@ -195,11 +195,15 @@ class ChannelMask:
         """Read a published mask, a .pth tensor [L, H, D] of zeros and ones. Raises ValueError for any other file."""
         try:
             values = read_checkpoint(path, "copy it again")
+            keep = values.bool()
+            fine = keep.dim() == 3 and keep.numel() > 0 and bool((values == keep).all())
         except DamagedFile as error:
             raise ValueError(f"mask={error}") from error
-        if not isinstance(values, Tensor) or values.dim() != 3 or not ((values == 0) | (values == 1)).all():
+        except (AttributeError, RuntimeError):  # no tensor, or one that is sparse, quantised or without numbers
+            fine = False
+        if not fine:
             raise ValueError(f"mask={path} must hold one tensor [layers, kv_heads, head_dim] of zeros and ones")
-        return cls(values.bool(), {"source": Path(path).name})._doubted(path)
+        return cls(keep, {"source": Path(path).name})._doubted(path)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write safetensors with metadata and a sha256 in the header; the same mask gives the same bytes."""

@@ -71,7 +71,7 @@ def read_tensors(
         raise DamagedFile(path, f"it holds {', '.join(sorted(tensors)[:5])}, not {', '.join(sorted(names))}", cure)
     if any((t.view(torch.uint8) > 1).any() for t in tensors.values() if t.dtype == torch.bool):
         raise DamagedFile(path, "it holds booleans that are neither 0 nor 1", cure)
-    metadata = _header(content).get("__metadata__", {})
+    metadata = _header(content).get("__metadata__") or {}
     written = metadata.pop(DIGEST, None)
     if set(metadata) != set(keys):  # a digest whose name is damaged among them
         raise DamagedFile(path, "its header is not what was written", cure)

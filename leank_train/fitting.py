@@ -17,6 +17,7 @@ from torch import Tensor
 
 from leank.backbone import Backbone
 from leank.errors import out_of_memory
+from leank.mask import refuse_not_finite
 from leank.tensor_files import read_checkpoint, write_checkpoint
 from leank.typed import BadConfig
 from leank_train.data import HELD_OUT, Batch, RetrievalData, collate
@@ -26,7 +27,7 @@ from leank_train.run_folder import Run
 from leank_train.running import parallel
 from leank_train.running.preempt import SaveOnSignal, Signals
 from leank_train.running.progress import StageProgress
-from leank_train.running.recorder import AtomicCheckpointIO, Recorder, check_origin
+from leank_train.running.recorder import AtomicCheckpointIO, Recorder, check_origin, cure_of, restoring
 from leank_train.settings import RunConfig
 from leank_train.stages import Stage, StageConfig
 
@@ -162,8 +163,10 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
         cure = f"remove it, and the stage goes on from {last.name}"
         state = read_checkpoint(done, cure)
         check_origin(state, of, done, cure)
-        recorder.load_state_dict(state["record"])
-        stage.result.data.copy_(state["alpha"])
+        with restoring(done, cure):
+            recorder.load_state_dict(state["record"])
+            stage.result.data.copy_(state["alpha"].view_as(stage.result))
+        refuse_not_finite(stage.result, cure, str(done))
         return recorder
     if stage.config.steps:
         data = config.data
@@ -171,7 +174,7 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
         contexts = config.mixture(stage.backbone, name, data.documents * (trainer.world_size // together))
         module = RetrievalData(stage.backbone, contexts, data.documents, config.workers, together)
         sizes = f"data.max_length={data.max_length}, data.questions={data.questions}, data.documents={data.documents}"
-        with memory_advice(f"in {name}", sizes):
+        with memory_advice(f"in {name}", sizes), restoring(last, cure_of(last), "checkpoint_connector"):
             trainer.fit(stage, module, ckpt_path=str(last) if last.exists() else None, weights_only=True)
         if signals.agreed:
             signals.leave(first=trainer.is_global_zero)

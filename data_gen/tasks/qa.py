@@ -5,13 +5,14 @@ The data is not shipped. Download the official file and give its path:
     qa_2  http://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json
 """
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
+
+from pydantic_core import from_json
 
 from leank.data_gen import haystack
 from leank.data_gen.amount import amount
@@ -134,7 +135,10 @@ def _loaded(dataset: str, path: str | None) -> tuple[tuple[Asked, ...], tuple[st
     text = read_text(Path(path))
     try:
         questions, texts = (_squad if dataset == "squad" else _hotpotqa)(text)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        asked = (text for one in questions for text in (one.question, one.answers[0], *one.answers))
+        if not all(isinstance(text, str) and text.strip() for text in (*texts, *asked)):
+            raise ValueError("a document, a question or an answer is blank or no text")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"data={path!r} is not of the form of {FILES[dataset]} ({error!r}); give that file") from None
     if not questions:
         raise ValueError(f"data={path!r} holds no question with an answer; give {FILES[dataset]}")
@@ -142,7 +146,7 @@ def _loaded(dataset: str, path: str | None) -> tuple[tuple[Asked, ...], tuple[st
 
 
 def _squad(text: str) -> tuple[list[Asked], list[str]]:
-    articles = [article["paragraphs"] for article in json.loads(text)["data"]]
+    articles = [article["paragraphs"] for article in from_json(text)["data"]]
     texts = sorted({paragraph["context"] for article in articles for paragraph in article})
     number = {text: i for i, text in enumerate(texts)}
     questions = []
@@ -158,7 +162,7 @@ def _squad(text: str) -> tuple[list[Asked], list[str]]:
 
 
 def _hotpotqa(text: str) -> tuple[list[Asked], list[str]]:
-    rows = json.loads(text)
+    rows = from_json(text)
     documents = [[f"{title}\n{''.join(lines)}" for title, lines in row["context"]] for row in rows]
     texts = sorted({text for of_row in documents for text in of_row})
     number = {text: i for i, text in enumerate(texts)}

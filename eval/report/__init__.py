@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from leank.data_gen.amount import amount
+from leank.errors import naming
 from leank.eval.report import plots, style
 from leank.eval.report.diff import write_diff
 from leank.eval.report.groups import frame, group, labels
@@ -32,7 +33,8 @@ def write_report(directory: Path, columns: Sequence[str] = ()) -> None:
     rows = list(read(directory))
     if not rows:
         raise ValueError(f"{directory} holds no rows yet; run python -m leank.eval first")
-    groups = group(rows)
+    with naming(directory):
+        groups = group(rows)
     known = dict.fromkeys(name for some in groups for name in labels(some).values())
     for name in columns:
         if name not in known:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from leank.data_gen.amount import amount
+from leank.errors import naming
 from leank.eval.report.groups import changed, frame, group, paired
 from leank.eval.report.page import Reply, Section, page, replies, title
 from leank.eval.report.summary import Means, Record, strata
@@ -79,7 +80,10 @@ def write_diff(directory: Path, first: str, second: str) -> tuple[Path, str]:
         raise ValueError(f"{first} and {second} are the same method; give two of a run")
     texts, sections, shown = [], [], []
     known: dict[str, None] = {}
-    for some in group(read(directory)):
+    rows = list(read(directory))
+    with naming(directory):
+        groups = group(rows)
+    for some in groups:
         rows = frame(some)
         known |= dict.fromkeys(rows["method"].cat.categories)
         pairs = paired(rows, first, second)

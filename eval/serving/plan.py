@@ -13,7 +13,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from leank.cli import ending
@@ -84,7 +84,7 @@ class Server(Checked):
     memory: Annotated[float, Gt(0), Le(LARGEST)]  # bytes for pages
     longest: Positive  # tokens of the longest request (max-model-len)
     step: Positive  # tokens of a step (max-num-batched-tokens)
-    block: Positive = 32  # tokens of a page
+    block: Annotated[int, Ge(1), Le(2**16)] = 32  # tokens of a page
     itemsize: Positive = 2  # bytes of a number
     hits: bool = True  # whether there is a prefix cache
 

@@ -1,7 +1,9 @@
 """What a stage writes while it runs: a record of its steps, and checkpoints that appear whole."""
 
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +13,45 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.serialization import MAP_LOCATION
 
+from leank.errors import in_one_line
 from leank.files import write_bytes
-from leank.tensor_files import read_checkpoint, write_checkpoint
+from leank.mask import refuse_not_finite
+from leank.tensor_files import DamagedFile, read_checkpoint, write_checkpoint
 from leank.typed import BadConfig
 
 BINS = 50  # of the histograms of alpha
 PREVIOUS = "previous.ckpt"
+PARTS = ("state_dict", "loops", "callbacks", "optimizer_states")  # Lightning begins at step 0 without "loops"
 
 
 def check_origin(state: object, of: list[str], path: str | Path, cure: str) -> None:
     """Raise BadConfig for a checkpoint that another stage or config (`of`) has written, and a user may have copied."""
     if not isinstance(state, dict) or state.get("of") != of:
         raise BadConfig(f"{path} is of another stage or of another config; {cure}")
+
+
+def cure_of(path: str | Path) -> str:
+    """Return what to do about a damaged checkpoint of a stage under way."""
+    cure = "remove it to start the stage anew"
+    if (previous := Path(path).with_name(PREVIOUS)).exists():
+        cure = f"copy {previous} over it to go on from the checkpoint before, or {cure}"
+    return cure
+
+
+@contextmanager
+def restoring(path: str | Path, cure: str, within: str = "") -> Iterator[None]:
+    """Raise DamagedFile for a checkpoint with other parts than a stage leaves now, as another version may have left.
+
+    within: the end of a module's name, outside of which errors have other causes.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+        modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if not any(module.endswith(within) for module in modules):
+            raise
+        said = f"{type(error).__name__}: {in_one_line(str(error))[:200]}"
+        raise DamagedFile(path, f"it holds what no stage leaves ({said})", cure) from error
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -48,11 +77,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
         Raises DamagedFile, or BadConfig for one of another stage or config.
         """
-        cure = "remove it to start the stage anew"
-        if (previous := Path(path).with_name(PREVIOUS)).exists():
-            cure = f"copy {previous} over it to go on from the checkpoint before, or {cure}"
+        cure = cure_of(path)
         found = read_checkpoint(path, cure, map_location)
         check_origin(found, self.of, path, cure)
+        if not all(found.get(part) for part in PARTS):
+            raise DamagedFile(path, f"it lacks one of {', '.join(PARTS)}", cure)
+        refuse_not_finite(found["state_dict"]["alpha"], cure, str(path))
         return found
 
 

@@ -130,6 +130,8 @@ def test_a_length_too_short_for_its_task_is_named(name, exact):
         ("essays.txt", b"One sentence. \xff"),
         ("essays.json", b'{"text":' * 100_000),
         ("essays.json", b'["text"]'),
+        ("essays.json", b'{"text": null}'),
+        ("essays.json", b'{"text": "\\ud800. A sentence."}'),
         ("folder/one.txt", b"One sentence. \xff"),
         ("empty.txt", b"\n\n"),
     ],

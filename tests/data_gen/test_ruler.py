@@ -309,6 +309,11 @@ def test_missing_and_wrong_files_are_named(counter, tmp_path):
     (tmp_path / "half.json").write_text('{"data": [')
     with pytest.raises(ValueError, match=r"half.json' is not of the form"):
         RULER["qa_1"].build(replace(asked, data=str(tmp_path / "half.json")))
+    rows, odd = json.loads(FILES["qa_2"].read_text("utf-8")), tmp_path / "odd.json"
+    for change in ({"question": None}, {"answer": ""}, {"answer": 3}, {"context": [["title", [None]]]}):
+        odd.write_text(json.dumps([rows[0] | change, *rows[1:]]))
+        with pytest.raises(ValueError, match=r"^[^\n]*odd.json' is not of the form of HotpotQA's[^\n]*$"):
+            read("hotpotqa", str(odd))
     with pytest.raises(ValueError, match=r"index=900.* questions; lower start or count"):
         RULER["qa_1"].build(replace(asked, index=900))
     with pytest.raises(ValueError, match=r"has 8 documents, too few for length=50000"):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -206,7 +207,7 @@ def test_a_row_that_lacks_fields_is_refused_in_one_line(tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         command_line()
     said = str(ended.value)
-    assert said.startswith("eval: results row")
+    assert said.startswith(f"eval: {tmp_path}: results row")
     assert "\n" not in said
     assert "'sample': '0'" in said
     assert "is missing; it was edited, or another version wrote it: move" in said
@@ -219,3 +220,28 @@ def test_no_field_may_be_missing(field):
     del damaged[field]
     with pytest.raises(ValueError, match=f"'{field}' is missing"):
         check_rows([damaged])
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("score", {"score": float("nan")}),
+        ("score", {"score": 50}),
+        ("score", {"score": "1"}),
+        ("length", {"length": 1.5}),
+        ("seconds.prefill", {"seconds": {"prefill": float("inf")}}),
+        ("cache_bytes", {"cache_bytes": {"sink": 3}}),
+        ("cache_bytes.sink", {"cache_bytes": {"total": 9, "sink": {}}}),
+        ("meta.turn", {"meta": {"turn": {}}}),
+        ("meta.op", {"meta": {"op": "x"}}),
+        ("fidelity.tokens", {"fidelity": {}}),
+        ("settings.method", {"settings": {}}),
+        ("settings.method.channels", {"settings": {"method": {"channels": 3}}}),
+        ("settings.specials", {"settings": {"method": {}, "specials": "no"}}),
+    ],
+)
+def test_a_damaged_field_is_named_and_enters_no_mean(field, change):
+    said = rf"results row .*'sample': '0'.*: '{re.escape(field)}' is (wrong|missing)"
+    with pytest.raises(ValueError, match=said) as error:
+        check_rows([row("dense", 0, 0.5), {**row("leank", 0, 0.5), **change}])
+    assert "\n" not in str(error.value)

@@ -64,7 +64,7 @@ ROPE = ("rope_type", "rope_theta", "factor", "attention_factor", "original_max_p
 @given(data=st.data())
 def test_any_override_answers_in_one_line_or_loads(model_folder, data):
     config = AutoConfig.from_pretrained(model_folder).to_dict()
-    key = data.draw(st.sampled_from(sorted(config.keys() - {"num_hidden_layers", "transformers_version"})))
+    key = data.draw(st.sampled_from(sorted(config.keys() - {"transformers_version"})))
     if data.draw(st.booleans()):
         kind = data.draw(st.sampled_from(["default", "yarn", "linear", "llama3"]))
         overrides = {"rope_parameters": {"rope_type": kind, data.draw(st.sampled_from(ROPE)): data.draw(VALUES)}}
@@ -83,6 +83,7 @@ def test_any_override_answers_in_one_line_or_loads(model_folder, data):
     [
         ("config.json", {"num_hidden_layers": "x"}, r"cannot be loaded \(Strict.*copied again"),
         ("config.json", {"num_attention_heads": 0}, "cannot be loaded"),
+        *(("config.json", {"num_hidden_layers": n}, f"num_hidden_layers={n} of its config") for n in (-1, 0, 10**9)),
         ("config.json", {"hidden_act": "x"}, r"cannot be loaded \(KeyError: 'x'\)\. Set model\.name"),
         ("tokenizer.json", {"model": {}}, "cannot be loaded .*copied again"),
         ("tokenizer_config.json", {"model_max_length": "x"}, "cannot be loaded"),

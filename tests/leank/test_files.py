@@ -160,6 +160,15 @@ def test_files_that_no_mask_was_saved_to(tmp_path, tensors, header, reason):
         ChannelMask.load(path)
 
 
+def test_a_header_whose_metadata_is_null(tmp_path):
+    content = serialise({"keep": MASK.keep})
+    header = b'{"__metadata__":null,' + content[9 : 8 + int.from_bytes(content[:8], "little")]
+    path = tmp_path / "mask.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[-MASK.keep.numel() :])
+    with pytest.raises(ValueError, match="header is not what was written"):
+        ChannelMask.load(path)
+
+
 def test_a_published_mask_that_is_damaged(tmp_path):
     torch.save(MASK.keep.float(), path := tmp_path / "mask.pth")
     content = path.read_bytes()

@@ -217,8 +217,10 @@ def test_settings_of_numpys_types_are_saved_as_plain_numbers(tmp_path, kind):
 @pytest.mark.parametrize(
     "change",
     [{"model": 3}, {"model": "a\n# b"}, {"sink": None}, {"sink": "16"}, {"window": -1}, {"lengths": [1]},
-     {"seed": "x"}, {"ratio": True}, {"doubts": "no"}, {"doubts": ["a\nb"]}, {"architecture": ["x"]},
+     {"seed": "x"}, {"ratio": True}, {"ratio": 70}, {"ratio": float("nan")}, {"doubts": "no"}, {"doubts": ["a\nb"]},
+     {"architecture": ["x"]},
      {"heldout": [0.1]}, {"heldout": {"text": 5}}, {"heldout": {"text": ["x", None, {}]}},
+     {"heldout": {"text": [float("nan"), 0.0, 0.2]}},
      {"heldout": {"a\nb": [0.1, 0.0, 0.2]}}],
     ids=str,
 )  # fmt: skip
@@ -248,7 +250,7 @@ def test_files_that_are_no_masks(tmp_path):
     with pytest.raises(ValueError, match="copy it again, or train again"):
         ChannelMask.load(tmp_path / "other.pt")
     ones = torch.ones(2, 2, 4)
-    for other in (ones[0], 2 * ones, {"mask": ones}):
+    for other in (ones[0], ones[:0], 2 * ones, ones.to_sparse(), ones.to("meta"), {"mask": ones}):
         torch.save(other, tmp_path / "other.pth")
         with pytest.raises(ValueError, match=r"other\.pth must hold one tensor .* of zeros and ones"):
             ChannelMask.from_official(tmp_path / "other.pth")

@@ -101,7 +101,18 @@ def test_a_damaged_done_checkpoint_is_made_again_from_the_last(model_folder, who
     ("name", "spoil", "said"),
     [
         ("done", {"of": ["stage1", "x"]}, "is of another stage or of another config; remove it, and the stage"),
+        ("done", {"alpha": torch.ones(1)}, r"holds what no stage leaves \(RuntimeError.*; remove it"),
+        ("done", {"alpha": torch.full((2, 2, 16), torch.nan)}, "holds NaN or infinite scores in 4 of 4 KV heads"),
+        ("done", {"record": {}}, r"holds what no stage leaves \(KeyError: 'steps'\)"),
         ("last", {"of": ["stage1", "x"]}, "is of another stage or of another config; remove it to start the stage"),
+        ("last", {"loops": None}, "is damaged or cut off: it lacks one of state_dict, loops.*; remove it to start"),
+        (
+            "last",
+            {"state_dict": {"alpha": torch.ones(1)}},
+            r"no stage leaves \(.* size mismatch .*; remove it to start",
+        ),
+        ("last", {"state_dict": {"alpha": torch.full((2, 2, 16), torch.nan)}}, "holds NaN .*; remove it to start"),
+        ("last", {"lr_schedulers": None}, r"no stage leaves \(TypeError.*; remove it to start"),
     ],
 )
 def test_a_checkpoint_that_the_stage_did_not_leave_is_refused(model_folder, whole, tmp_path, name, spoil, said):

@@ -145,6 +145,7 @@ def test_the_plan_is_printed(capsys):
         (["--longest", "0"], "longest=0 must be greater"), (["--memory", "nan"], "memory=nan must be a finite"),
         (["--memory", "1e-9"], "less than a request of --longest 8192"),
         (["--block", "7"], "block_size=7 must be a multiple of 16"),
+        (["--block", "1000000000000"], "block=1000000000000 must be less"),
     ],
 )  # fmt: skip
 def test_a_plan_of_no_server_is_refused_in_one_line(arguments, said):
