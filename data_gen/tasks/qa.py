@@ -135,7 +135,7 @@ def _loaded(dataset: str, path: str | None) -> tuple[tuple[Asked, ...], tuple[st
     text = read_text(Path(path))
     try:
         questions, texts = (_squad if dataset == "squad" else _hotpotqa)(text)
-        asked = (text for one in questions for text in (one.question, one.answers[0], *one.answers))
+        asked = (text for one in questions for text in (one.question, *(one.answers or ("",))))
         if not all(isinstance(text, str) and text.strip() for text in (*texts, *asked)):
             raise ValueError("a document, a question or an answer is blank or no text")
     except (ValueError, LookupError, TypeError, AttributeError) as error:

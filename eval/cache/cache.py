@@ -26,7 +26,7 @@ from leank.eval.cache.attention.backend import BackendChoice, choose_backend
 from leank.eval.cache.generate import generate
 from leank.eval.cache.graph import KeptSteps, stores
 from leank.eval.cache.hook import ATTENTION
-from leank.eval.cache.layer import FORGETFUL, CompressedLayer, StateLayer
+from leank.eval.cache.layer import CompressedLayer, StateLayer
 from leank.eval.cache.memory import Memory, measure
 from leank.eval.cache.saved import Saved, save
 from leank.eval.cache.storage import banded
@@ -39,6 +39,9 @@ from leank.precision import GROUP
 from leank.shape import kv_shape
 
 Layer = CacheLayerMixin | StateLayer
+
+# Model types whose linear attention forgets its state when several tokens come at once, in transformers itself.
+FORGETFUL = ("jamba",)
 
 
 class CompressedCache(Cache):

@@ -25,9 +25,6 @@ from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Addresses, Store
 from leank.eval.cache.storage.upload import capturing
 
-# Model types whose linear attention forgets its state when several tokens come at once, in transformers itself.
-FORGETFUL = ("jamba",)
-
 
 class CompressedLayer(DynamicLayer):
     """The three parts sink | middle | window of one attention layer (LeanK, section 3.3).

@@ -25,8 +25,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from leank.errors import in_one_line
 from leank.eval.cache import CompressedLayer, compressed_cache
+from leank.eval.cache.cache import FORGETFUL
 from leank.eval.cache.hook import ATTENTION
-from leank.eval.cache.layer import FORGETFUL
 from leank.shape import check_decoder, kv_shape
 from leank_train.doctor import answers
 from leank_train.forward.branching import PrefillPass
