@@ -58,7 +58,7 @@ def main(config: DictConfig) -> float:
     print(f"mask      {out / 'mask.safetensors'}  ({100 * metrics['pruning_ratio']:.1f}% of K channels pruned)")
     if "bytes" in metrics:
         print(f"layout    {metrics['bytes']:.3f} of dense's bytes in the middle; other budgets are in masks/")
-    else:
+    elif metrics["separation"]:
         between, margin = (metrics["separation"][key] for key in ("between", "margin"))
         print(f"scores    {100 * between:.1f}% of the channels ended between .1 and .9; margin at the cut {margin:.2f}")
     print(f"results   {out}  (metrics.json, plots/, validation.md)")

@@ -49,7 +49,7 @@ class Metrics(TypedDict, total=False):
     empty_heads: int  # empty_heads, heads: KV heads without kept channels, and all KV heads
     heads: int
     alpha_mean: float
-    separation: dict[str, float]  # how far stage 1 has driven the scores apart (`Separation`)
+    separation: dict[str, float]  # how far stage 1 has driven the scores apart (`Separation`); {} without a step
     distillation: dict[str, float]  # stage -> distillation loss of its last step
     heldout: dict[str, dict[str, float]]  # stage -> "step" and "loss" of its best look, and where it "ended"
     verdict: dict[str, object]  # KL to dense of the mask and of its rivals, and doubts (`verdict`)
@@ -292,7 +292,8 @@ def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, re
     separation = Separation.of(scores1, ratio)
     steps1 = records["stage1"].steps
     steered = steps1[-1]["lam"] if steps1 and current.config.stage1.lam == AUTO else None
-    if not current.config.pruning.nested and (warning := separation.warning(ratio, steered)):
+    stepped = any(record.steps for record in records.values())  # ranks of the closed form are never driven apart
+    if stepped and not current.config.pruning.nested and (warning := separation.warning(ratio, steered)):
         log.warning("%s: %s", current.out, warning)
     best = {name: best_look(record.looks) for name, record in records.items() if record.looks}
     heldout = {
@@ -301,7 +302,7 @@ def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, re
     return {
         **counted(mask),
         "alpha_mean": float(alpha.mean()),
-        "separation": asdict(separation),
+        "separation": asdict(separation) if stepped else {},
         "distillation": {name: r.steps[-1]["distillation"] for name, r in records.items() if r.steps},
         **({"heldout": heldout} if heldout else {}),
         "seconds": {"training": round(sum(r.seconds for r in records.values()), 1)},  # those before a stop included

@@ -22,7 +22,7 @@ MOST_NUMBERS = 512  # heads; a map of more of them shows colours alone
 def training_plots(
     stage1: Recorder, stage2: Recorder, alpha: Tensor, mask: ChannelMask, pairs: Tensor, out: Path
 ) -> dict[str, Path]:
-    """Write every picture of a run as PNG into the folder `out`; returns name -> file.
+    """Write a run's pictures as PNG into the folder `out`, those of its steps if there are any; returns name -> file.
 
     alpha: [L, H, D], the scores after stage 2, of which the mask is made.
     pairs: [L, D], the RoPE pair of each channel (`rotary_pairs`).
@@ -30,11 +30,11 @@ def training_plots(
     found = {}
     with rc_context({**SETTINGS, "font.size": 12, "axes.titlesize": 13, "text.parse_math": True}):
         figures = {
-            "losses": losses(stage1, stage2),
-            "alpha_histogram": alpha_histogram(stage1, stage2),
             "channels_per_head": channels_per_head(mask),
             "kept_per_frequency": kept_per_frequency(mask, alpha, pairs),
         }
+        if stage1.steps or stage2.steps:
+            figures |= {"losses": losses(stage1, stage2), "alpha_histogram": alpha_histogram(stage1, stage2)}
         for name, figure in figures.items():
             found[name] = out / f"{name}.png"
             write_bytes(found[name], png(figure))

@@ -87,9 +87,11 @@ def test_without_steps_the_closed_form_gives_the_layouts(finished, model_folder,
     assert not (tmp_path / "masks/closed_form.safetensors").exists()
 
 
-def test_without_steps_and_budget_the_closed_form_gives_nested_masks(model_folder, tmp_path):
+def test_without_steps_and_budget_the_closed_form_gives_nested_masks(model_folder, tmp_path, caplog):
     given = [setting for setting in LAYOUTS if "bytes" not in setting and "nested" not in setting]
-    run(settings(model_folder, *given, "stage1.steps=0", "pruning.ratio=0.5", "pruning.nested=[0.75]"), tmp_path)
+    config = settings(model_folder, *given, "stage1.steps=0", "pruning.ratio=0.5", "extra_ratios=[0.75]")
+    assert run(config, tmp_path)["separation"] == {}
+    assert "arbitrary" not in caplog.text  # of the cut: ranks are spread evenly
     wide, narrow = (ChannelMask.load(tmp_path / name) for name in ("mask.safetensors", "masks/mask_75pct.safetensors"))
     assert (wide.pruning_ratio, narrow.pruning_ratio) == (0.5, 0.75)
     assert (narrow.keep <= wide.keep).all()

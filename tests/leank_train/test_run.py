@@ -210,3 +210,9 @@ def test_command_line_killed_from_outside(finished, model_folder, tmp_path):
     assert "mask      here/mask.safetensors" in output or str(cwd / "here/mask.safetensors") in output
     assert [p.name for p in cwd.iterdir()] == ["here"]  # and nothing beside hydra.run.dir
     assert torch.equal(alpha(cwd / "here"), alpha(finished))
+
+
+def test_a_run_without_a_step_draws_no_curves(model_folder, tmp_path):
+    more = ["stage1.steps=0", "stage2.steps=0", "validation.samples=0", "validation.heldout=0"]
+    run(settings(model_folder, *more), tmp_path)
+    assert {file.stem for file in (tmp_path / "plots").iterdir()} == PLOTS - {"losses", "alpha_histogram"}
