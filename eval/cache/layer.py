@@ -53,7 +53,6 @@ class CompressedLayer(DynamicLayer):
         self.backend: Plain | None = None  # what runs over the store, once a query has come
         self._columns = 0  # logical length, padding included
         self._expected = 0  # columns of a prompt that comes in chunks
-        self._center: Tensor | None = None  # float32 [H, 1, D], of `middle`, on the device of a sealed prompt
         self._real: Tensor | None = None  # [B, columns] of an unsealed prompt
         self._room: PromptRoom | None = None  # where an announced prompt is collected
         self.ended_at = -1  # columns of a prompt that came unannounced, once it is sealed
@@ -195,7 +194,7 @@ class CompressedLayer(DynamicLayer):
             if self._kept is not None:
                 self._kept.take(store)
                 self._kept = None
-        position = store.append(self._centered(k), v, real, self.backend.write)
+        position = store.append(k, v, real, self.backend.write)
         out = self.backend.attend(store, q, position, scale, softmax)
         if not (self.record_past or capturing(q)):
             self._settle()
@@ -225,20 +224,11 @@ class CompressedLayer(DynamicLayer):
     def resume(self, store: Store, columns: int) -> None:
         """Go on from the store of a prompt of `columns` columns that was sealed before (`eval.cache.saved`)."""
         self.lazy_initialization(store.ring_k, store.ring_v)
-        self._find_center()
         self.store, self._columns = store, columns
-
-    def _find_center(self) -> None:
-        if self.middle.center is not None:
-            self._center = self.middle.center.to(self.device, torch.float32)[:, None]
 
     def _begin(self, k: Tensor, v: Tensor, real: Tensor | None, *of_prompt: Tensor | None) -> None:
         real = None if real is None or bool(real.all()) else real
-        self._find_center()
-        self.store = Store(self._centered(k), v, real, self.middle, self.sizes, *of_prompt)
-
-    def _centered(self, k: Tensor) -> Tensor:
-        return k if self._center is None else (k - self._center).to(k.dtype)  # in float32 or wider
+        self.store = Store(k, v, real, self.middle, self.sizes, *of_prompt)
 
     def _settle(self) -> None:
         """Seal a finished prompt, or move tokens that are due out of the window."""

@@ -223,6 +223,7 @@ def _store(own: Mapping[str, Tensor], layer: CompressedLayer, model: PreTrainedM
     store = Store.__new__(Store)
     store.sizes, store.middle, store.quiet, store.version = sizes, middle, 0, 0
     store.plan, store.eviction, store.reads = None, None, None
+    store.center = middle.center_on(device)
     for name in COUNTS:
         setattr(store, name, _whole(own[name]))
     for name in ENDS:

@@ -4,6 +4,7 @@
     python -m scripts.bench.attention packed OUT        # middles in 16, 8, 4 and 2 bits
     python -m scripts.bench.attention layouts OUT       # bits of each channel's own, beside dense attention
     python -m scripts.bench.attention dims OUT          # heads of 64, 128, 192 and 256 channels
+    python -m scripts.bench.attention means OUT         # a step with means for pruned channels, and without
 
 All want a GPU, write a CSV file into OUT, and run on random keys. A call is captured in a CUDA graph that rotates over
 copies larger than the L2 cache; times are medians of replays, in microseconds.
@@ -15,6 +16,7 @@ layers    every layer of a published mask, and dense attention: SDPA's kernels, 
 packed    every eighth layer, means
 layouts   a layer of random layouts (`LAYOUTS`), in which every head has other bands, of 8 KV heads with 4 query heads
           each; limit is the time in which the bytes can be read in one piece, middle_bytes the share of the middle
+means     as packed, at the shapes of layers; us is a step: the new token's way into the window, and the attention
 dims      a layer of a random mask that keeps 30% of the channels in blocks of 32, of 8 KV heads with 4 query heads
           each; limit_us as the limit of layouts, share_of_limit is limit_us / us
 """
@@ -35,7 +37,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from leank.eval.cache.storage.banded import codecs
-from leank.eval.cache.storage.codecs import Codec
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.sizes import Sizes
@@ -94,14 +95,15 @@ SHAPE_LIST = [
 ]
 
 
-def make_store(shape: Shape, middle: Middle) -> Store:
-    """A sealed layer of one random row, repeated for the batch, with one decoded token in the window."""
+def make_store(shape: Shape, middle: Middle) -> tuple[Store, Tensor, Tensor]:
+    """A sealed layer of one random row, repeated for the batch, with one decoded token in the window: its K and V."""
     k, v = torch.randn(2, 1, shape.kv_heads, shape.context, shape.dim, device="cuda", dtype=DTYPE)
     store = Store(k[:, :, :-1], v[:, :, :-1], None, middle, SIZES)
     if shape.batch > 1:
         store.select(torch.zeros(shape.batch, dtype=torch.long))
-    store.append(*(x[:, :, -1:].expand(shape.batch, -1, -1, -1) for x in (k, v)))
-    return store
+    k, v = (x[:, :, -1:].expand(shape.batch, -1, -1, -1) for x in (k, v))
+    store.append(k, v)
+    return store, k, v
 
 
 def needed_bytes(store: Store) -> int:
@@ -130,15 +132,25 @@ def median_us(calls: Sequence[Callable[[], object]], repeats: int = 15) -> float
     return median(each_ms(graph.replay, 3 + repeats)[3:]) * 1e3 / len(kept)
 
 
-def kernel_us(shape: Shape, keep: Tensor, bits: Codec | None = None) -> tuple[float, int]:
-    """Microseconds of the decode kernel over copies of a layer, and the bytes that it must read of each."""
+def kernel_us(shape: Shape, middle: Middle, write: bool = False) -> tuple[float, int]:
+    """Microseconds of the decode kernel over copies of a layer, and the bytes that it must read of each.
+
+    write: the time includes that of writing the newest token, which is taken back before (a kernel of its own)
+    """
     from leank.eval.cache.attention.launch import Kernel  # needs Triton
 
-    kernel, stores = Kernel(), [make_store(shape, Middle(keep, bits=bits))]
-    size = needed_bytes(stores[0])
-    stores += [make_store(shape, Middle(keep, bits=bits)) for _ in range(copies_of(size) - 1)]
-    q, position = shape.query(), (stores[0].seen_dev - 1)[:, None].clone()
-    us = median_us([partial(kernel.attend, store, q, position, shape.dim**-0.5) for store in stores])
+    kernel, stores = Kernel(), [make_store(shape, middle)]
+    size = needed_bytes(stores[0][0])
+    stores += [make_store(shape, middle) for _ in range(copies_of(size) - 1)]
+    q, position = shape.query(), (stores[0][0].seen_dev - 1)[:, None].clone()
+
+    def step(store: Store, k: Tensor, v: Tensor) -> None:
+        if write:
+            store.seen_dev.sub_(1)
+            kernel.write(store, k, v)
+        kernel.attend(store, q, position, shape.dim**-0.5)
+
+    us = median_us([partial(step, *one) for one in stores])
     del stores
     clear()
     return us, size
@@ -162,7 +174,7 @@ def dense_times(shape: Shape) -> dict[str, float]:
             print(f"{name} cannot run {shape.name}: {reason}")
     del kv
     everything = torch.ones(shape.kv_heads, shape.dim, dtype=torch.bool)
-    found["own kernel, nothing pruned"] = kernel_us(shape, everything)[0]
+    found["own kernel, nothing pruned"] = kernel_us(shape, Middle(everything))[0]
     return found
 
 
@@ -196,7 +208,7 @@ def layers(shape: Shape, table: Table, step: int) -> None:
     found: list[Record] = [{"layer": "", "method": n, "us": us, "bytes": shape.bytes} for n, us in dense.items()]
     alone: dict[int, float] = {}  # bytes of a layer -> microseconds of reading them
     for layer, keep in list(enumerate(shape.keep()))[::step]:
-        us, size = kernel_us(shape, keep)
+        us, size = kernel_us(shape, Middle(keep))
         found.append({"layer": layer, "method": "LeanK", "us": us, "bytes": size})
         alone[size] = alone.get(size) or reading_us(size)
         found.append({"layer": layer, "method": "reading alone", "us": alone[size], "bytes": size})
@@ -222,8 +234,17 @@ def layers(shape: Shape, table: Table, step: int) -> None:
 def packed(row: Record, batch: int, bits: int, masks: Tensor) -> None:
     """Fill the row of a batch and bits: the mean over layers."""
     shape = replace(SHAPE_LIST[0], batch=batch)
-    times, sizes = zip(*(kernel_us(shape, mask, PACKINGS[bits]) for mask in masks), strict=True)
+    times, sizes = zip(*(kernel_us(shape, Middle(mask, bits=PACKINGS[bits])) for mask in masks), strict=True)
     row.update(us=np.mean(times), mb=np.mean(sizes) / 1e6, gb_per_s=sum(sizes) / sum(times) / 1e3)
+
+
+# means
+
+
+def means(row: Record, shape: Shape, masks: Tensor, centered: bool) -> None:
+    """Fill the row of a shape: the mean over layers."""
+    center = torch.randn(masks.shape[1:]) if centered else None
+    row["us"] = np.mean([kernel_us(shape, Middle(mask, center=center), write=True)[0] for mask in masks])
 
 
 # layouts
@@ -244,7 +265,7 @@ def layout(row: Record, shape: Shape, share: float) -> None:
     """Fill the row of a layout."""
     precision = random_layout(share)
     codec = codecs(precision)[0]
-    us, size = kernel_us(shape, codec.order > 0, codec)
+    us, size = kernel_us(shape, Middle(codec.order > 0, bits=codec))
     row.update(us=us, mb=size / 1e6, gb_per_s=size / us / 1e3, limit_us=reading_us(size), k_bytes=share)
     row["middle_bytes"] = Precision(precision.key_bits[:1], precision.value_bits[:1]).middle_bytes
 
@@ -262,7 +283,7 @@ def random_keep(heads: int, dim: int, share: float = 0.3) -> Tensor:
 
 def long_heads(row: Record, shape: Shape) -> None:
     """Fill the row of a random mask at one head_dim."""
-    us, size = kernel_us(shape, random_keep(shape.kv_heads, shape.dim))
+    us, size = kernel_us(shape, Middle(random_keep(shape.kv_heads, shape.dim)))
     alone = reading_us(size)
     row.update(us=us, mb=size / 1e6, gb_per_s=size / us / 1e3, limit_us=alone, share_of_limit=alone / us)
 
@@ -277,10 +298,10 @@ def dense(row: Record, shape: Shape) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["layers", "packed", "layouts", "dims"])
+    parser.add_argument("action", choices=["layers", "packed", "layouts", "dims", "means"])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--step", type=int, help="every so many layers; default: layers 1, packed 8")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="not layers: of the batch")
+    parser.add_argument("--step", type=int, help="every so many layers; default: layers 1, packed and means 8")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="packed, layouts, dims: of the batch")
     parser.add_argument(
         "--contexts", type=int, nargs="+", default=[4096, 16384, 32768], help="layouts, dims: tokens of a row"
     )
@@ -290,6 +311,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit("these measurements need a CUDA device")
     torch.manual_seed(0)
     print(device_name(), "torch", torch.__version__)
+    measure(args).check()
+
+
+def measure(args: argparse.Namespace) -> Table:
+    """Measure what the command line asks for."""
     if args.action == "layers":
         table = Table(args.out / "attention.csv", ("shape", "layer", "method"))
         for shape in SHAPE_LIST:
@@ -309,15 +335,21 @@ def main(argv: Sequence[str] | None = None) -> None:
             names = {"head_dim": dim, "batch": batch, "context": context}
             table.add({**names, "method": "dense"}, partial(dense, shape=shape))
             table.add({**names, "method": "LeanK"}, partial(long_heads, shape=shape))
+    elif args.action == "means":
+        table = Table(args.out / "means.csv", ("shape", "means"))
+        for shape, centered in product(SHAPE_LIST, (False, True)):
+            names = {"shape": shape.name, "means": centered}
+            masks = shape.keep()[:: args.step or 8]
+            table.add(names, partial(means, shape=shape, masks=masks, centered=centered))
     else:
         table, keep = Table(args.out / "packed.csv", ("batch", "method", "bits")), SHAPE_LIST[0].keep()
         keep = keep[:: args.step or 8]
         cases = [("dense", 16, torch.ones_like(keep[:1])), *(("LeanK", bits, keep) for bits in PACKINGS)]
         for batch in args.rows:
             for method, bits, masks in cases:
-                row: Record = {"batch": batch, "method": method, "bits": bits}
-                table.add(row, partial(packed, batch=batch, bits=bits, masks=masks))
-    table.check()
+                names = {"batch": batch, "method": method, "bits": bits}
+                table.add(names, partial(packed, batch=batch, bits=bits, masks=masks))
+    return table
 
 
 if __name__ == "__main__":

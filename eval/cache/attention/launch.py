@@ -324,10 +324,11 @@ class Kernel(Plain):
         position = torch.empty(batch, new, dtype=torch.int64, device=k.device)
         ring.write[(batch,)](
             *(k, v, store.ring_k, store.ring_v, store.seen_dev, position, *k.stride()[:3], *v.stride()[:3]),
-            *(new, store.ring_k.shape[2]),
+            *(new, store.ring_k.shape[2], k if store.center is None else store.center),
             H=heads,
             PADDED=triton.next_power_of_2(heads),
             D=dim,
+            CENTER=store.center is not None,
             PDL=(self.config or Config()).pdl and has_dependent_launch(k.device),
         )
         return position

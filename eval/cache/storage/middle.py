@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from leank.eval.cache.storage.channels import KeptChannels
@@ -102,6 +103,10 @@ class Middle:
     def kernel_dims(self) -> tuple[int, ...]:
         """The head_dims that the kernel over such a middle has."""
         return HEAD_DIMS if self.bits is not None or self.reads is not None else LONG_HEAD_DIMS
+
+    def center_on(self, device: torch.device) -> Tensor | None:
+        """`center` in the form in which keys lose it, float32 [H, 1, D]."""
+        return None if self.center is None else self.center.to(device, torch.float32)[:, None]
 
     @property
     def labels(self) -> Tensor | None:

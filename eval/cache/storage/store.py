@@ -50,6 +50,7 @@ class Store:
         decoding adds; where tokens are evicted while decoding and every head takes new ones, the tail holds both,
         and its length is read on the device
     channels, values: kept channels of the middle's K and V; values None = all
+    center: float32 [H, 1, D], `Middle.center`, what every key loses as it enters; None = nothing
     quiet: lower bound on the tokens that can arrive before the next flush moves any
     version: grows when addresses or capacities change, so that a backend's plan can follow
     plan: what the backend keeps for this store
@@ -74,6 +75,8 @@ class Store:
         self.sizes, self.middle = sizes, middle
         self.quiet, self.version = 0, 0
         self.plan: BackendPlan | None = None
+        self.center = middle.center_on(k.device)
+        k = self.centered(k)
         self.channels = KeptChannels.of(middle.channels, k, middle.labels)
         self.values = None if middle.values is None else KeptChannels.of(middle.values, v)
         self._count(k, real)
@@ -143,6 +146,10 @@ class Store:
         scores = torch.zeros(held.shape, device=held.device) if scores is None else scores.to(held.device)
         return policy.begin(moved_up(scores, held, count), count)
 
+    def centered(self, k: Tensor) -> Tensor:
+        """Keys [B, H, n, D] without `center`, subtracted in float32 or wider."""
+        return k if self.center is None else (k - self.center).to(k.dtype)
+
     def _write(self, k: Tensor, v: Tensor, position: Tensor) -> None:
         """Put columns of real index [start, ...) into the ring and [0, sink) into the sink."""
         write_columns(self.sink_k, self.ring_k, k, position, self.start_dev)
@@ -161,7 +168,7 @@ class Store:
             self.seen += 0 if capturing(k) else new
             return position
         position = real_positions(self.seen_dev, new, real)
-        self._write(k, v, position)
+        self._write(self.centered(k), v, position)
         if real is not None:
             self.floor = np.maximum(self.floor, before_holes(self.seen, real))
         self.seen += new if real is None else real.sum(-1).cpu().numpy()
@@ -172,7 +179,7 @@ class Store:
         """Put new tokens k, v [B, H, n, D] into the ring, and count them on the device; returns [B, n]."""
         position = real_positions(self.seen_dev, k.shape[2], None)
         row, slot = torch.arange(len(k), device=k.device)[:, None], position % self.ring_k.shape[2]
-        self.ring_k[row, :, slot] = k.transpose(1, 2)
+        self.ring_k[row, :, slot] = self.centered(k).transpose(1, 2)
         self.ring_v[row, :, slot] = v.transpose(1, 2)
         self.seen_dev += k.shape[2]
         return position
@@ -289,6 +296,8 @@ class Store:
         names = ("sink_k", "sink_v", "ring_k", "ring_v", "seen_dev", "start_dev")
         middle = {f"{p}.{n}": t for p in ("prompt", "tail") for n, t in getattr(self, p).tensors().items()}
         more = {} if self.plan is None else {"plan": self.plan.table}
+        if self.center is not None:
+            more["center"] = self.center
         if self.values is not None:
             more |= {f"values.{n}": t for n, t in self.values.tensors().items()}
         for name, part in (("eviction", self.eviction), ("reads", self.reads)):
@@ -344,7 +353,7 @@ def before_holes(seen: np.ndarray, real: Tensor) -> np.ndarray:
 class Addresses:
     """What a captured step reads of one layer."""
 
-    # by name, the rings, the counts and tables on the device, and the places of V's kept channels
+    # by name, the rings, the counts and tables on the device, the places of V's kept channels, and what keys lose
     tensors: dict[str, Tensor]
     compiled: tuple[bytes | None, ...]  # on the host, for which numbers of channels it was compiled
     plan: BackendPlan | None  # that whose table is read
@@ -357,6 +366,8 @@ class Addresses:
         tensors |= {"channels": store.channels.index, "tail_length": store.tail.length_dev}
         if store.values is not None:
             tensors["ranks"] = store.values.ranks()
+        if store.center is not None:
+            tensors["center"] = store.center
         counts = (store.channels.count, store.prompt.width, store.channels.first)
         return cls(tensors, tuple(None if n is None else n.tobytes() for n in counts), store.plan, store.version)
 
@@ -379,6 +390,7 @@ class Addresses:
         store.channels.index, store.tail.length_dev = self.tensors["channels"], self.tensors["tail_length"]
         if store.values is not None:
             store.values.keep_ranks(self.tensors["ranks"])
+        store.center = self.tensors.get("center")
         store.plan, store.version = self.plan, self.version + 1  # the table is out of date, and its address stays
 
 

@@ -330,12 +330,11 @@ def test_rows_that_end_leave_the_cache_of_an_eager_call(way, steps, monkeypatch)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("bits", [None, 4])
-def test_later_calls_replay_what_the_first_captured(bits, captures, monkeypatch):
+@pytest.mark.parametrize("form", [{}, {"bits": Packing(4, 32)}, {"center": torch.linspace(-1, 1, 256).view(4, 64)}])
+def test_later_calls_replay_what_the_first_captured(form, captures, monkeypatch):
     """After a reset with prompts of other lengths, and in another turn; only other rows are captured anew."""
     model = load_model(ModelConfig())
-    mask = random_mask(model.config)
-    middles = [Middle(keep, bits=None if bits is None else Packing(bits, 32)) for keep in mask]
+    middles = [Middle(keep, **form) for keep in random_mask(model.config)]
 
     def run(cache, length, rows=2, **more):
         ids = torch.randint(5, 4000, (rows, length), generator=torch.Generator().manual_seed(length)).to(model.device)

@@ -107,6 +107,20 @@ def test_interpreted_on_random_shapes(
     check_decoding(counts, dim, group, lengths, sizes, DTYPE, queries, 2, None, programs, seed, **forms[form])
 
 
+@pytest.mark.parametrize(("heads", "dim"), [(2, 64), (3, 192)])
+def test_new_keys_lose_the_center(heads, dim):
+    """In the kernel that writes them, as in plain PyTorch; values do not."""
+    center = torch.randn(heads, dim, generator=torch.Generator().manual_seed(1))
+    stores = [make_store([17] * heads, dim, [301, 170], Sizes(10, 64, 8), DTYPE, center=center) for _ in range(2)]
+    k, v = torch.randn(2, 2, heads, 3, dim, generator=torch.Generator().manual_seed(2)).to(DEVICE, DTYPE)
+    backends = Kernel(), Plain()
+    assert torch.equal(*(s.append(k, v, write=one.write) for s, one in zip(stores, backends, strict=True)))
+    assert torch.equal(stores[0].ring_k, stores[1].ring_k)
+    assert torch.equal(stores[0].ring_v, stores[1].ring_v)
+    newest = stores[1].ring_k[0, :, 300 % stores[1].ring_k.shape[2] + 1]
+    torch.testing.assert_close(newest.float(), k[0, :, 0].float() - center.to(DEVICE), rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("merge", [16, 64])
 def test_more_partial_results_than_a_merge_reads_in_a_round(merge):
     config, rows = Config(merge=merge), 16

@@ -41,7 +41,7 @@ def test_a_random_mask_of_any_head_dim_has_its_share_of_the_bytes(dim, monkeypat
     shape = replace(SHAPE_LIST[0], batch=1, context=2048, dim=dim)
     random = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *size, device, dtype: random(*size, dtype=dtype))  # a GPU's, elsewhere
-    store = attention.make_store(shape, Middle(keep))
+    store, _, _ = attention.make_store(shape, Middle(keep))
     middle, ends = 2048 - 1 - 128 - 1024, 128 + 1024 + 1
     of_middle = middle * int((keep.sum(-1) + dim * keep.any(-1)).sum())
     assert attention.needed_bytes(store) == (of_middle + 8 * ends * 2 * dim) * DTYPE.itemsize

@@ -16,10 +16,13 @@ from leank.eval.cache.attention.kernels.parts import columns, ranks_of
 
 @triton.jit
 def write(
-    k, v, ring_k, ring_v, seen_ptr, position, k_b, k_h, k_t, v_b, v_h, v_t, new, slots,
-    H: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr,
+    k, v, ring_k, ring_v, seen_ptr, position, k_b, k_h, k_t, v_b, v_h, v_t, new, slots, center,
+    H: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, CENTER: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Program b: put row b's `new` tokens, k and v [B, H, new, D] by strides, into the ring; count them in seen."""
+    """Program b: put row b's `new` tokens, k and v [B, H, new, D] by strides, into the ring; count them in seen.
+
+    center: [H, D] float32, what keys lose, read if CENTER
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     b = tl.program_id(0).to(tl.int64)
@@ -31,7 +34,10 @@ def write(
     tl.debug_barrier()  # every thread has read it before one of them changes it
     for t in range(new):
         to = ((b * H + h) * slots + (seen + t) % slots) * D + d
-        tl.store(ring_k + to, tl.load(k + b * k_b + h * k_h + t * k_t + d, mask=there), mask=there)
+        key = tl.load(k + b * k_b + h * k_h + t * k_t + d, mask=there)
+        if CENTER:
+            key = (key.to(tl.float32) - tl.load(center + h * D + d, mask=there)).to(ring_k.dtype.element_ty)
+        tl.store(ring_k + to, key, mask=there)
         tl.store(ring_v + to, tl.load(v + b * v_b + h * v_h + t * v_t + d, mask=there), mask=there)
         tl.store(position + b * new + t, seen + t)
     tl.store(seen_ptr + b, seen + new)
