@@ -32,10 +32,9 @@ settings.register_profile(
 settings.load_profile("busy")
 torch.set_num_threads(1)  # threads cost more than they give on models this small
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
-    from tests.helpers.interpreter import replace_once_a_launch, take_numpys_scalars
+    from tests.helpers import interpreter
 
-    replace_once_a_launch()
-    take_numpys_scalars()
+    interpreter.change()
 
 
 def pytest_collection_finish():
