@@ -31,11 +31,18 @@ OPEN = ConfigDict(**STRICT, extra="allow")
 
 
 @with_config(OPEN)
+class _Matched(TypedDict):
+    """What tables read of how a method was matched with others (`eval.run.build.matched`)."""
+
+    settings: list[str]
+
+
+@with_config(OPEN)
 class _Method(TypedDict, total=False):
     """What tables read of a method's configuration."""
 
     channels: dict[str, Any]
-    matched: dict[str, Any]
+    matched: _Matched
 
 
 @with_config(OPEN)

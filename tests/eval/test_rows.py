@@ -237,6 +237,7 @@ def test_no_field_may_be_missing(field):
         ("fidelity.tokens", {"fidelity": {}}),
         ("settings.method", {"settings": {}}),
         ("settings.method.channels", {"settings": {"method": {"channels": 3}}}),
+        ("settings.method.matched.settings", {"settings": {"method": {"matched": {"settings": 3}}}}),
         ("settings.specials", {"settings": {"method": {}, "specials": "no"}}),
     ],
 )
