@@ -27,6 +27,7 @@ NOISE_SENTENCES = (
 )
 NOISE_LINE = " ".join(NOISE_SENTENCES)
 SPLITS = ("train", "test", "all")
+_LONGEST = 10_000  # letters of a word, of which a reply has dozens; a script without blanks makes paragraphs of one
 _TEST_SHARE = 10  # every tenth paragraph is kept for evaluation
 _SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]”’]))\s+")
 
@@ -45,7 +46,7 @@ def sentences(path: str | None, split: str) -> tuple[str, ...]:
 
     path: a .txt, .txt.gz or RULER .json ({"text": ...}), a folder of .txt files, or None for the shipped paragraphs.
     split: "train", "test" (every tenth paragraph) or "all".
-    Raises FileNotFoundError if the path does not exist, ValueError for an empty text.
+    Raises FileNotFoundError if the path does not exist, ValueError for an empty text or an endless word.
     """
     parts = [split_sentences(p) for p in paragraphs(path, "all")]
     test = [s for p in parts[_TEST_SHARE - 1 :: _TEST_SHARE] for s in p]
@@ -58,6 +59,11 @@ def sentences(path: str | None, split: str) -> tuple[str, ...]:
         found = [s for p in parts for s in p]
     if not found:
         raise ValueError(f"essays={path!r} (split={split!r}) holds no sentences; give a longer text or split='all'")
+    longest = max((word for sentence in found for word in sentence.split(" ")), key=len)
+    if len(longest) > _LONGEST:
+        raise ValueError(
+            f"essays={path!r} holds a word of {len(longest):,} letters, {longest[:20]!r}...; put blanks between words"
+        )
     return tuple(found)
 
 

@@ -1,5 +1,6 @@
 """The frozen decoder that a mask is learned for: the shipped reference model, a folder, or a Hugging Face name."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -121,12 +122,25 @@ def load_config(name: str, overrides: Mapping[str, object] | None = None) -> Pre
             if key == "rope_parameters":
                 value = _changed_rope(getattr(config, key, None) or {}, value, f"model.overrides.{key}")
             setattr(config, key, value)
-        layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1)
-        if not 1 <= layers <= MOST_LAYERS:
-            raise BadConfig(
-                f"model.name={name!r}: num_hidden_layers={layers} of its config is not in 1 to {MOST_LAYERS}"
-            )
+        if (wrong := next(_wrong(config), None)) is not None:
+            raise BadConfig(f"model.name={name!r}: {wrong}; copy its config.json again, or mend model.overrides")
     return config
+
+
+def _wrong(config: PreTrainedConfig) -> Iterator[str]:
+    """Yield what is wrong with settings that transformers takes."""
+    text = config.get_text_config(decoder=True)
+    layers, window = getattr(text, "num_hidden_layers", 1), getattr(text, "sliding_window", None)
+    if not 1 <= layers <= MOST_LAYERS:
+        yield f"num_hidden_layers={layers} of its config is not in 1 to {MOST_LAYERS}"
+    if window is not None and not (isinstance(window, int) and window >= 0):  # 0: none, as in Qwen2-MoE
+        yield f"sliding_window={shown(window)} of its config is no number of tokens"
+    groups: list[tuple[str, object]] = [("", config.to_dict())]
+    for where, group in groups:
+        if isinstance(group, Mapping):
+            groups += [(f"{where}.{key}" if where else key, value) for key, value in group.items()]
+        elif isinstance(group, float) and not math.isfinite(group):  # in lists infinity is a bound, as of a time step
+            yield f"{where}={group} of its config is not finite"
 
 
 def said_by(error: Exception) -> str:

@@ -21,6 +21,7 @@ BEYOND = {  # model types that hold or read keys or states in a way of their own
     "doge": "has a mask of its own in each head",
     "jetmoe": "repeats its keys for every expert of its attention",
     "minimax": "takes no cache but its own",
+    "moshi": "has a sliding window in its cache, but none in its attention",
     "recurrent_gemma": "holds its states in the model itself, not in a cache",
     "mllama_text_model": "has layers that attend to a picture (cross_attention_layers)",
 }

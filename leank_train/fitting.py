@@ -13,13 +13,13 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from leank.backbone import Backbone
 from leank.errors import out_of_memory
-from leank.mask import refuse_not_finite
 from leank.tensor_files import read_checkpoint, write_checkpoint
-from leank.typed import BadConfig
+from leank.typed import STRICT, BadConfig
 from leank_train.data import HELD_OUT, Batch, RetrievalData, collate
 from leank_train.forward.branching import prefill
 from leank_train.objective import steering
@@ -33,6 +33,7 @@ from leank_train.stages import Stage, StageConfig
 
 log = logging.getLogger("leank_train")
 CALIBRATION = 16  # documents behind the mean keys
+LOOKS = TypeAdapter(list[tuple[int, float]], config=STRICT)
 RISE = 0.2  # share of a stage in which the learning rate rises
 
 
@@ -136,8 +137,15 @@ class EarlyStop(L.Callback):
     def state_dict(self) -> dict[str, object]:
         return {"looks": self.looks, "best": self.best}
 
+    def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Raise RuntimeError for best scores that the stage cannot have had."""
+        best = checkpoint["callbacks"][self.state_key]["best"]
+        assert isinstance(module, Stage)
+        if best is not None:
+            module.like_alpha(best)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.looks, self.best = [(step, loss) for step, loss in state["looks"]], state["best"]
+        self.looks, self.best = LOOKS.validate_python(state["looks"]), state["best"]
 
     def restore(self, stage: Stage) -> None:
         """Give the stage its best scores, if there was a look."""
@@ -165,8 +173,7 @@ def fit(current: Run, stage: Stage, name: str, logger: Logger | None, signals: S
         check_origin(state, of, done, cure)
         with restoring(done, cure):
             recorder.load_state_dict(state["record"])
-            stage.result.data.copy_(state["alpha"].view_as(stage.result))
-        refuse_not_finite(stage.result, cure, str(done))
+            stage.result.data.copy_(stage.like_alpha(state["alpha"]))
         return recorder
     if stage.config.steps:
         data = config.data

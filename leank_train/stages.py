@@ -147,6 +147,16 @@ class Stage(L.LightningModule):
         """What the stage leaves, of which `done.ckpt` has a copy."""
         return self.alpha
 
+    def like_alpha(self, scores: Tensor) -> Tensor:
+        """Return scores of a checkpoint in alpha's shape. Raises RuntimeError for scores that alpha cannot have."""
+        if not torch.equal(scores.clamp(0, 1) if self.config.clamp else scores.nan_to_num(), scores):  # NaN is not NaN
+            raise RuntimeError("scores are not finite, or not in [0, 1]")
+        return scores.view_as(self.alpha)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Raise RuntimeError for another alpha than a stage can have had."""
+        self.like_alpha(checkpoint["state_dict"]["alpha"])
+
     def mask(self) -> ChannelMask:
         """Return beta = Top_{s%, r}(alpha)."""
         return ChannelMask.from_scores(self.alpha, self.pruning.ratio, self.pruning.align, self.pruning.rounding)

@@ -43,6 +43,7 @@ from leank.eval.cache.storage.segment import round_up
 
 STRIPE = 16  # columns: the width of a stripe is a multiple of them, so that a GPU reads whole sectors of 32 bytes
 LINE = 32  # columns: a layer begins at a multiple of them
+LARGEST_BLOCK = 2**16  # tokens, far beyond what vLLM takes
 HEAD_DIMS = (32, 64, 128)  # channels of a head that the kernels read
 
 
@@ -124,8 +125,10 @@ class PageLayout:
             fits into the bytes of a page of `kept`
         Raises ValueError for other blocks, and masks that prune nothing or everything.
         """
-        if block < 16 or block % 16:
-            raise ValueError(f"block_size={block} must be a multiple of 16; take 16, 32, 64 or 128")
+        if not 16 <= block <= LARGEST_BLOCK or block % 16:
+            raise ValueError(
+                f"block_size={block} must be a multiple of 16 up to {LARGEST_BLOCK}; take 16, 32, 64 or 128"
+            )
         if keep.all() or not keep.any():
             what = "nothing" if keep.all() else "every channel"
             raise ValueError(f"the mask prunes {what}; serve the model without it, or take another mask")

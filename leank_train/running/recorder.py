@@ -5,19 +5,20 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import lightning as L
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from pydantic import TypeAdapter, with_config
 from torch.serialization import MAP_LOCATION
+from typing_extensions import TypedDict
 
 from leank.errors import in_one_line
 from leank.files import write_bytes
-from leank.mask import refuse_not_finite
 from leank.tensor_files import DamagedFile, read_checkpoint, write_checkpoint
-from leank.typed import BadConfig
+from leank.typed import STRICT, BadConfig
 
 BINS = 50  # of the histograms of alpha
 PREVIOUS = "previous.ckpt"
@@ -46,9 +47,9 @@ def restoring(path: str | Path, cure: str, within: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+    except Exception as error:
         modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
-        if not any(module.endswith(within) for module in modules):
+        if isinstance(error, DamagedFile | BadConfig) or not any(module.endswith(within) for module in modules):
             raise
         said = f"{type(error).__name__}: {in_one_line(str(error))[:200]}"
         raise DamagedFile(path, f"it holds what no stage leaves ({said})", cure) from error
@@ -82,8 +83,30 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         check_origin(found, self.of, path, cure)
         if not all(found.get(part) for part in PARTS):
             raise DamagedFile(path, f"it lacks one of {', '.join(PARTS)}", cure)
-        refuse_not_finite(found["state_dict"]["alpha"], cure, str(path))
         return found
+
+
+@with_config({**STRICT, "extra": "allow"})
+class Step(TypedDict):
+    """What is read of a step's record."""
+
+    step: int
+    distillation: float
+    penalty: float
+    alpha_mean: float
+    lam: NotRequired[float]
+
+
+@with_config(STRICT)
+class Course(TypedDict):
+    """What checkpoints hold of a `Recorder`."""
+
+    steps: list[Step]
+    histograms: list[tuple[int, list[int]]]
+    times: list[float]
+    seconds: float
+    peak_bytes: int
+    looks: list[tuple[int, float]]
 
 
 class Recorder(L.Callback):
@@ -118,12 +141,7 @@ class Recorder(L.Callback):
             self.histograms.append((step, torch.histc(alpha, BINS, 0.0, 1.0).int().tolist()))
 
     def state_dict(self) -> dict[str, object]:
-        return {
-            "steps": self.steps, "histograms": self.histograms, "times": self.times, "seconds": self.seconds,
-            "peak_bytes": self.peak_bytes, "looks": self.looks,
-        }  # fmt: skip
+        return {name: getattr(self, name) for name in Course.__annotations__}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps, self.histograms = list(state["steps"]), [tuple(h) for h in state["histograms"]]
-        self.times, self.seconds, self.peak_bytes = list(state["times"]), state["seconds"], state["peak_bytes"]
-        self.looks = [tuple(look) for look in state["looks"]]
+        vars(self).update(TypeAdapter(Course).validate_python(state))

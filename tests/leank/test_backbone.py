@@ -84,6 +84,12 @@ def test_any_override_answers_in_one_line_or_loads(model_folder, data):
         ("config.json", {"num_hidden_layers": "x"}, r"cannot be loaded \(Strict.*copied again"),
         ("config.json", {"num_attention_heads": 0}, "cannot be loaded"),
         *(("config.json", {"num_hidden_layers": n}, f"num_hidden_layers={n} of its config") for n in (-1, 0, 10**9)),
+        ("config.json", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan of its config is not finite; copy"),
+        ("config.json", {"rope_parameters": {"rope_theta": float("inf")}}, r"rope_parameters\.rope_theta=inf of its"),
+        *(
+            ("config.json", {"sliding_window": n}, f"sliding_window={n!r} of its config is no number")
+            for n in ("x", -1)
+        ),
         ("config.json", {"hidden_act": "x"}, r"cannot be loaded \(KeyError: 'x'\)\. Set model\.name"),
         ("tokenizer.json", {"model": {}}, "cannot be loaded .*copied again"),
         ("tokenizer_config.json", {"model_max_length": "x"}, "cannot be loaded"),

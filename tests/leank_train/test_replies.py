@@ -133,6 +133,10 @@ def test_a_text_of_the_users_is_trained_on_and_a_short_one_refused(model_folder,
             "".join(f"A red house {i} stands here.\n" for i in range(30)),
             r"data\.text='.*' has \d+ tokens .* data\.max_length=420; give a longer text",
         ),
+        (
+            "Two words. " * 40 + "x" * 10**6,
+            r"data\.text: essays='.*' holds a word of 1,000,000 letters, 'x{20}'\.\.\.; put",
+        ),
         ("\n", r"data\.text: essays='.*own\.txt' \(split='train'\) holds no sentences"),
     ):
         own.write_text(content)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from leank import backbone as backbones
@@ -102,16 +104,21 @@ def test_a_damaged_done_checkpoint_is_made_again_from_the_last(model_folder, who
     [
         ("done", {"of": ["stage1", "x"]}, "is of another stage or of another config; remove it, and the stage"),
         ("done", {"alpha": torch.ones(1)}, r"holds what no stage leaves \(RuntimeError.*; remove it"),
-        ("done", {"alpha": torch.full((2, 2, 16), torch.nan)}, "holds NaN or infinite scores in 4 of 4 KV heads"),
-        ("done", {"record": {}}, r"holds what no stage leaves \(KeyError: 'steps'\)"),
+        (
+            "done",
+            {"alpha": torch.full((2, 2, 16), torch.nan)},
+            r"no stage leaves \(RuntimeError: scores are not finite",
+        ),
+        (
+            "done",
+            {"alpha": torch.full((2, 2, 16), -1.0)},
+            r"no stage leaves \(RuntimeError: .* not in \[0, 1\]\); remove",
+        ),
+        ("done", {"record": {}}, r"holds what no stage leaves \(ValidationError: .* Course steps Field required"),
         ("last", {"of": ["stage1", "x"]}, "is of another stage or of another config; remove it to start the stage"),
         ("last", {"loops": None}, "is damaged or cut off: it lacks one of state_dict, loops.*; remove it to start"),
-        (
-            "last",
-            {"state_dict": {"alpha": torch.ones(1)}},
-            r"no stage leaves \(.* size mismatch .*; remove it to start",
-        ),
-        ("last", {"state_dict": {"alpha": torch.full((2, 2, 16), torch.nan)}}, "holds NaN .*; remove it to start"),
+        ("last", {"state_dict": {"alpha": torch.ones(1)}}, r"no stage leaves \(.* is invalid .*; remove it to start"),
+        ("last", {"state_dict": {"alpha": torch.full((2, 2, 16), torch.nan)}}, "are not finite.*; remove it to start"),
         ("last", {"lr_schedulers": None}, r"no stage leaves \(TypeError.*; remove it to start"),
     ],
 )
@@ -319,6 +326,34 @@ def test_looks_begin_when_scores_have_fallen():
     assert first_look(StageConfig(2000, 0.02, lam="auto", patience=1)) == 1200
     assert first_look(StageConfig(2000, 0.02, lam=0.06, patience=1)) == 400
     assert first_look(StageConfig(3, 0.02, patience=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", "x"), ("steps", [{}]), ("histograms", [(1, 2)]), ("times", [None]), ("seconds", math.nan),
+        ("peak_bytes", 1.5), ("looks", [(1,)]),
+    ],
+)  # fmt: skip
+def test_a_record_of_other_types_is_refused(finished, name, value):
+    with pytest.raises(ValidationError, match=f"Course\n{name}"):
+        Recorder(1).load_state_dict(state(finished)["record"] | {name: value})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"best": torch.ones(2, 2, 8)}, {"best": torch.full((2, 2, 16), 3.0)}, {"best": [1]}, {"looks": [(1, math.nan)]}],
+    ids=["shape", "range", "type", "look"],
+)
+def test_best_scores_that_the_stage_cannot_have_had_are_refused(finished, model_folder, tmp_path, change):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    last = tmp_path / "checkpoints/stage1/last.ckpt"
+    last.with_name("done.ckpt").unlink()
+    saved = read_checkpoint(last, "")
+    saved["callbacks"]["EarlyStop"] |= change
+    write_checkpoint(last, saved)
+    with pytest.raises(ValueError, match=f"{last} .* no stage leaves .*; copy .*previous.ckpt"):
+        run(settings(model_folder, *RECIPE), tmp_path)
 
 
 def test_a_run_ends_early_with_its_best_scores(finished, model_folder, tmp_path):

@@ -114,6 +114,7 @@ def test_nothing_is_written_to_the_null_block():
         (torch.ones(1, 2, 16), 16, "prunes nothing"),
         (torch.zeros(1, 2, 16), 16, "every channel"),
         (torch.eye(16)[None], 24, "block_size=24"),
+        (torch.eye(16)[None], 16 * 10**11, "block_size=1600000000000 must be a multiple of 16 up to 65536"),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused(keep, block, words):
