@@ -21,7 +21,7 @@ from pydantic_core import from_json, to_json
 from typing_extensions import TypedDict
 
 from leank.files import Lock, remove_partial, sync_folder
-from leank.typed import Count, OneOf
+from leank.typed import LARGEST, Count, OneOf
 
 NAME = "results.jsonl"
 GLOB = "results*.jsonl"
@@ -85,7 +85,7 @@ class Fidelity(TypedDict):
     """
 
     tokens: Count  # how many distributions were compared
-    kl: float | None  # KL(dense || method), nats per token
+    kl: Annotated[float, Ge(-1e-3), Le(LARGEST)] | None  # KL(dense || method), nats per token; rounding may be below 0
     # share of the tokens after which both have the same likeliest next token, 0 to 1
     top1: Annotated[float, Ge(0), Le(1)] | None
     # loss, dense_loss: -log of the probability of a text's next token, nats per token; None where a reply was read
@@ -93,6 +93,12 @@ class Fidelity(TypedDict):
     dense_loss: float | None
     # first token (0 is the first compared) with NaN or infinite logits of either; None without any
     non_finite: int | None
+
+
+def _with_means(found: Fidelity) -> Fidelity:
+    if {found["kl"] is None, found["top1"] is None} != {found["non_finite"] is not None}:
+        raise ValueError("kl and top1 are None where non_finite is not, and nowhere else")
+    return found
 
 
 class ResultRow(TypedDict):
@@ -117,13 +123,13 @@ class ResultRow(TypedDict):
     new_tokens: Count
     # bytes held after the prompt, per part and in "total"; one sample's share of its batch. "allocated" is what the
     # GPU's allocator counts, of which other tensors that are freed meanwhile are taken off.
-    cache_bytes: Annotated[dict[str, float], AfterValidator(_with_total)]
+    cache_bytes: Annotated[dict[str, Annotated[float, Le(LARGEST)]], AfterValidator(_with_total)]
     middle_tokens: int | None  # tokens between sink and window at the reply's end; None for dense
     compressed: bool | None  # whether less than the dense cache is held or read; None for dense
     dense_only: bool  # whether the dense pass's logits alone decided the reply
     non_finite: int | None  # step at which logits were NaN or infinite (0: the first token); None if they never were
     # see `Fidelity`; None where it was not measured, or where dense's reply is empty
-    fidelity: Fidelity | None
+    fidelity: Annotated[Fidelity, AfterValidator(_with_means)] | None
     # layer above which the prefill dropped tokens, where it looks for that layer itself (ASL); -1 if it found none,
     # None for other methods
     selected_layer: int | None
@@ -131,7 +137,7 @@ class ResultRow(TypedDict):
     settings: RowSettings
     versions: dict[str, str]  # of Python and the libraries
     # prefill, seal, question and decode of the whole batch; first_token and per_token follow from them
-    seconds: dict[str, Annotated[float, Ge(0)] | None]
+    seconds: dict[str, Annotated[float, Ge(0), Le(LARGEST)] | None]
 
 
 class Key(NamedTuple):

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     CacheLayerMixin,
+    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
@@ -42,6 +43,7 @@ Layer = CacheLayerMixin | StateLayer
 
 # Model types whose linear attention forgets its state when several tokens come at once, in transformers itself.
 FORGETFUL = ("jamba",)
+BROKEN = "the last pass broke off, and some layers lack its tokens: call reset() and begin anew"
 
 
 class CompressedCache(Cache):
@@ -66,6 +68,9 @@ class CompressedCache(Cache):
             layer.beside_states = states
         self._since_crop: int | None = None  # passes since the last crop() of a recorded past, None = no crop yet
         self._widest = 0  # columns of the largest pass since the cache was new
+        self._reached = -1  # the layer that a pass came to last
+        # the layer that a pass must come to; only states need it, which do not tell how many tokens they have read
+        self._last = max(i for i, layer in enumerate(layers) if not isinstance(layer, DummyLayer)) if states else -1
 
     @property
     def compressed(self) -> list[CompressedLayer]:
@@ -93,7 +98,20 @@ class CompressedCache(Cache):
             raise ValueError(f"{made}, and layer {layer_idx} asks for it: make one with compressed_cache()")
         if layer_idx == self._with_tokens[0]:
             self._begin_pass(key_states.shape[2])
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self._reach(layer_idx)
+        return found
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the state with which a layer of linear attention begins. Raises RuntimeError after a broken pass."""
+        self._reach(layer_idx)
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def _reach(self, layer_idx: int) -> None:
+        """Note that a pass has come to a layer. Raises RuntimeError if it is a new one, and the last broke off."""
+        if layer_idx <= self._reached < self._last:
+            raise RuntimeError(BROKEN)
+        self._reached = layer_idx
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """See `CompressedLayer.get_mask_sizes`; models ask for it before any layer runs.
@@ -111,7 +129,7 @@ class CompressedCache(Cache):
     def _begin_pass(self, new: int) -> None:
         """Before a pass of `new` columns, end a recording that is over and warn of an unannounced chunk."""
         if len({*map(self.get_seq_length, self._with_tokens)}) > 1 or any(one.waiting for one in self.compressed):
-            raise RuntimeError("the last pass broke off, and some layers lack its tokens: call reset() and begin anew")
+            raise RuntimeError(BROKEN)
         if self._since_crop:  # assisted decoding crops after every pass, so tokens without a crop are there to stay
             self._end_recording()
         elif self._since_crop == 0:
@@ -158,7 +176,7 @@ class CompressedCache(Cache):
 
     def reset(self) -> None:
         """Make the cache new. Captured steps stay, and the next prompt's window goes to where they read."""
-        self._since_crop, self._widest = None, 0
+        self._since_crop, self._widest, self._reached = None, 0, -1
         for layer in list[Any](self.layers):
             if isinstance(layer, CompressedLayer) and self.steps.loop is not None:
                 layer.reset_in_place()

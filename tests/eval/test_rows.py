@@ -222,6 +222,9 @@ def test_no_field_may_be_missing(field):
         check_rows([damaged])
 
 
+NEAR = {"tokens": 4, "kl": 0.1, "top1": 0.9, "loss": None, "dense_loss": None, "non_finite": None}
+
+
 @pytest.mark.parametrize(
     ("field", "change"),
     [
@@ -235,6 +238,10 @@ def test_no_field_may_be_missing(field):
         ("meta.turn", {"meta": {"turn": {}}}),
         ("meta.op", {"meta": {"op": "x"}}),
         ("fidelity.tokens", {"fidelity": {}}),
+        ("fidelity", {"fidelity": {**NEAR, "top1": None}}),
+        ("fidelity.kl", {"fidelity": {**NEAR, "kl": -1.0}}),
+        ("seconds.prefill", {"seconds": {"prefill": 1e40}}),
+        ("cache_bytes.total", {"cache_bytes": {"total": 1e40}}),
         ("settings.method", {"settings": {}}),
         ("settings.method.channels", {"settings": {"method": {"channels": 3}}}),
         ("settings.method.matched.settings", {"settings": {"method": {"matched": {"settings": 3}}}}),

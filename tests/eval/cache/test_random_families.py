@@ -1,5 +1,7 @@
 """Random decoders, masks and uses of a cache, held to a plain forward over each sequence alone."""
 
+import random
+
 import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -8,7 +10,7 @@ from leank.eval.cache import compressed_cache
 from leank.mask import ChannelMask
 from leank.shape import kv_shape
 from tests.helpers.families import build
-from tests.helpers.random_families import FAMILIES, TOLERANCE, check, check_trained, hold, random_case
+from tests.helpers.random_families import FAMILIES, TOLERANCE, check, check_trained, decoder, hold, random_case
 
 TRAINED = ("gemma3_text", "gemma4_text", "gpt_oss")
 
@@ -23,6 +25,38 @@ def test_a_cache_is_a_plain_forward_with_channels_zeroed(kind):
 def test_three_hundred_cases(kind):
     """`python -m tests.helpers.random_families 300` says more of them."""
     assert sum(check(kind, seed).pruned > 10 * TOLERANCE for seed in range(300)) > 90
+
+
+class Stopped(BaseException):
+    """As Ctrl-C raises."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next", "lfm2", "jamba"])
+def test_a_pass_that_broke_off_between_layers_is_not_gone_on_from(kind):
+    model = decoder(kind, random.Random(0))
+    ids, more = torch.arange(2, 22)[None], torch.tensor([[2]])
+    cache = compressed_cache(model, None, sink=2, window=4, flush=2)
+
+    def stop(*_):
+        raise Stopped
+
+    for layer in model.model.layers[:-1]:
+        for before in ([], [ids]):  # the prompt breaks off, or a step
+            cache.reset()
+            want = [model(x, past_key_values=cache).logits for x in (ids, more)]
+            cache.reset()
+            for whole in before:
+                model(whole, past_key_values=cache)
+            broken = more if before else ids
+            hook = layer.register_forward_hook(stop)
+            with pytest.raises(Stopped):
+                model(broken, past_key_values=cache)
+            hook.remove()
+            with pytest.raises((RuntimeError, ValueError), match=r"call (cache\.)?reset\(\)"):
+                model(broken, past_key_values=cache)
+            cache.reset()
+            assert all(map(torch.equal, want, [model(x, past_key_values=cache).logits for x in (ids, more)]))
 
 
 @pytest.mark.parametrize("kind", TRAINED)
