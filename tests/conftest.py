@@ -24,18 +24,20 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.helpers import pictures  # isort: skip
+
 pytest.register_assert_rewrite("tests.helpers")  # so that what fails there shows its values, as in a test
 # a busy machine is no reason to fail; CI judges every change by the same cases, where other runs look for new ones
 settings.register_profile(
     "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
 )
 settings.load_profile("busy")
+pictures.draw_none()
 torch.set_num_threads(1)  # threads cost more than they give on models this small
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
-    from tests.helpers.interpreter import replace_once_a_launch, take_numpys_scalars
+    from tests.helpers import interpreter
 
-    replace_once_a_launch()
-    take_numpys_scalars()
+    interpreter.change()
 
 
 def pytest_collection_finish():
@@ -83,6 +85,13 @@ def model_folder(tmp_path_factory) -> Path:
     from tests.helpers.tiny_run import save_model  # brings Hydra, which most tests do without
 
     return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def drawn():
+    """Figures that this test makes files of are drawn."""
+    with pictures.drawn():
+        yield
 
 
 @pytest.fixture

@@ -141,7 +141,7 @@ def test_cells_are_means_over_seeds():
     assert mean.loc[("leank", "0.9"), ["b", "average"]].isna().all()
 
 
-def test_report_of_a_sweep_over_ratios_and_lambda(tmp_path):
+def test_report_of_a_sweep_over_ratios_and_lambda(tmp_path, drawn):
     scores = {}
     for i, (ratio, lam, seed) in enumerate(product((0.5, 0.8), (0.04, 0.1), (1, 2))):
         leank = {

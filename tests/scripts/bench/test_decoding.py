@@ -28,7 +28,7 @@ def read(file):
         return list(csv.DictReader(opened))
 
 
-def test_memory_saved_is_the_masks_ratio(tmp_path, capsys):
+def test_memory_saved_is_the_masks_ratio(tmp_path, capsys, drawn):
     decoding.main(["memory", str(tmp_path), "--layers", "2", "--context", "2048", "--batch", "1", "2"])
     first = capsys.readouterr().out.splitlines()[0]
     shares = [float(word.rstrip("%;,")) for word in first.split() if word.rstrip(";,").endswith("%")]

@@ -165,7 +165,7 @@ def test_labels_move_apart_and_keep_their_order():
     assert moved[1] == pytest.approx(99)
 
 
-def test_recall_over_ratios(tmp_path):
+def test_recall_over_ratios(tmp_path, drawn):
     lines = ["label,ratio,recall,low,high", "dense,,98.8,98.6,99.0"]
     lines += [f"{label},{ratio},{recall},{recall - 1},{recall + 1}" for label, recall in (("LeanK", 98), ("new", 40))
               for ratio in (50, 70, 95, 97)]  # fmt: skip
@@ -176,7 +176,7 @@ def test_recall_over_ratios(tmp_path):
     assert "95" not in found  # no room beside 97
 
 
-def test_tables_of_two_models_have_a_panel_each(tmp_path):
+def test_tables_of_two_models_have_a_panel_each(tmp_path, drawn):
     files = [tmp_path / name / "recall.csv" for name in ("one", "two")]
     for number, file in enumerate(files):
         file.parent.mkdir()
@@ -186,7 +186,7 @@ def test_tables_of_two_models_have_a_panel_each(tmp_path):
     assert wanted <= set(texts(tmp_path / "recall.svg"))
 
 
-def test_kl_over_bytes(tmp_path):
+def test_kl_over_bytes(tmp_path, drawn):
     lines = ["method,budget,seed,bytes,kl", "dense,,,1.0,0", "kivi,,,0.38,0.03"]
     lines += [f"closed_form,{budget},{seed},{budget},{0.001 * seed}" for budget in (0.1, 0.2) for seed in (1, 2)]
     (tmp_path / "layouts.csv").write_text("\n".join(lines))
