@@ -26,6 +26,23 @@ class Move(NamedTuple):
     width: int
 
 
+class Grid(NamedTuple):
+    """What a token costs at each width that a channel of K, and the V of a head, may have; float64, rising, in bits."""
+
+    keys: Tensor  # [W], 0 first
+    values: Tensor  # [W'], of all channels of a head
+
+    @classmethod
+    def of_layouts(cls, head_dim: int) -> "Grid":
+        """Of layouts of bits, scales counted."""
+        return cls(key_costs(), value_costs(head_dim))
+
+    @classmethod
+    def of_masks(cls) -> "Grid":
+        """Of masks, whose budget is a number of channels of K: V is one width, and costs nothing."""
+        return cls(torch.tensor([0, WHOLE], dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
+
+
 def key_costs() -> Tensor:
     """Bits of a token's number in a channel of K at each of `KEY_BITS`, scales counted, float64."""
     return torch.tensor([bits + 32 / GROUP * (0 < bits < WHOLE) for bits in KEY_BITS], dtype=torch.float64)
@@ -62,7 +79,8 @@ def allocate(
         raise ValueError("the losses of widths hold NaN or infinite numbers; calibrate again")
     keys, values, empty = (losses.detach().double().cpu().flatten(0, 1) for losses in (keys, values, empty))
     order, of_blocks = blocks(keys, align)
-    found = [_of_head(*losses, align, dim) for losses in zip(of_blocks, values, empty.tolist(), strict=True)]
+    grid = Grid.of_layouts(dim)
+    found = [_of_head(*losses, align, grid) for losses in zip(of_blocks, values, empty.tolist(), strict=True)]
     # sorting is stable, and the gains of a head fall: its moves stay in order
     whole = [(gain, cost, head, count) for head, (_, steps) in enumerate(found) for gain, cost, count in steps]
     whole.sort(key=lambda step: -step[0])
@@ -87,9 +105,9 @@ def allocate(
 
 
 def blocks(keys: Tensor, align: int) -> tuple[Tensor, Tensor]:
-    """Put channels whose losses are alike into blocks, as `allocate` does; keys: [..., D, 6].
+    """Put channels whose losses are alike into blocks, as `allocate` does; keys: [..., D, W].
 
-    Returns the channels in the order of their blocks, int64 [..., D], and the blocks' losses, [..., D / align, 6].
+    Returns the channels in the order of their blocks, int64 [..., D], and the blocks' losses, [..., D / align, W].
     """
     alike = (keys / keys.mean(-2, keepdim=True).clamp(min=1e-300)).sum(-1)  # [..., D]
     order = alike.argsort(dim=-1, descending=True, stable=True)
@@ -137,14 +155,14 @@ def gains(losses: Tensor, costs: Tensor) -> Tensor:
     return found
 
 
-def first_gains(of_blocks: Tensor, values: Tensor, empty: Tensor, align: int) -> Tensor:
+def first_gains(of_blocks: Tensor, values: Tensor, empty: Tensor, align: int, grid: Grid) -> Tensor:
     """Return the loss saved per bit by the first step of each head, from no middle to the first layout on its hull.
 
-    of_blocks: [L, H, D / align, 6], values: [L, H, 5], empty: [L, H]; the result is like empty, 0 where nothing gains.
+    of_blocks: [L, H, D / align, W], values: [L, H, W'], losses at the widths of `grid`; empty: [L, H].
+    The result is like empty, 0 where nothing gains.
     """
-    dim = of_blocks.shape[-2] * align
     heads = zip(of_blocks.flatten(0, 1), values.flatten(0, 1), empty.flatten().tolist(), strict=True)
-    found = [max([0.0, *(gain for gain, _, _ in _of_head(*one, align, dim)[1][:1])]) for one in heads]
+    found = [max([0.0, *(gain for gain, _, _ in _of_head(*one, align, grid)[1][:1])]) for one in heads]
     return torch.tensor(found, dtype=torch.float64).view(empty.shape)
 
 
@@ -173,13 +191,13 @@ def hull(costs: Sequence[float], losses: Sequence[float]) -> list[int]:
 
 
 def _of_head(
-    blocks: Tensor, values: Tensor, empty: float, align: int, dim: int
+    blocks: Tensor, values: Tensor, empty: float, align: int, grid: Grid
 ) -> tuple[list[Move], list[tuple[float, float, int]]]:
     """Return the moves of a head by gain, and the steps of its hull: gain, bits, and how many moves are made by then.
 
-    blocks: [D / align, 6], values: [5], losses at each width; empty: loss without the middle.
+    blocks: [D / align, W], values: [W'], losses at the widths of `grid`; empty: loss without the middle.
     """
-    of_keys, of_values = (align * key_costs()).tolist(), value_costs(dim).tolist()
+    of_keys, of_values = (align * grid.keys).tolist(), grid.values.tolist()
     moves = []
     for unit, losses in [*enumerate(blocks.tolist()), (-1, values.tolist())]:
         costs = of_values if unit < 0 else of_keys

@@ -9,6 +9,8 @@ where w(f, b) are the widths that the losses times f are worth at the budget b (
 per byte than a waterline is stored), H_stored is the student of `leank_train.forward.stored`, which reads the middle in
 w bits, and expected(b) is the closed form's loss at this budget. `leank.allocation` gives out the bytes of every budget
 by the losses times the mean of f over the last half of the steps.
+
+With widths of 0 and 16 bits alone, and a budget of channels, this learns masks: `MaskStage`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leank.allocation import allocate, blocks, first_gains, gains, key_costs, value_costs
+from leank.allocation import Grid, allocate, blocks, channel_scores, first_gains, gains
 from leank.backbone import Backbone
 from leank.eval.cache.attention.softmax import Softmax
 from leank.head import LOGITS_AT_ONCE, Head
@@ -31,7 +33,7 @@ from leank_train.forward.branching import Branch, Prefix, answer_positions
 from leank_train.forward.fused import fused_attention
 from leank_train.forward.hook import run_decoder
 from leank_train.forward.plan import Plan, to_device
-from leank_train.forward.stored import StoredPass, rounded, stored_student
+from leank_train.forward.stored import LEAST, StoredPass, rounded, stored_student
 from leank_train.objective.distill import counted
 from leank_train.objective.steering import AUTO
 from leank_train.run_folder import Run
@@ -51,7 +53,10 @@ DOCUMENTS, DRAWS = 16, 4  # of the closed form: documents, and labels drawn for 
 
 
 class Losses(NamedTuple):
-    """What `leank.allocation.allocate` takes: of keys [L, H, D, 6], of values [L, H, 5], of empty heads [L, H]."""
+    """What `leank.allocation.allocate` takes: of keys [L, H, D, 6], of values [L, H, 5], of empty heads [L, H].
+
+    `MaskStage` takes those of masks: of keys [L, H, D, 2], pruned and whole, of values [L, H, 1], which are 0.
+    """
 
     keys: Tensor
     values: Tensor
@@ -72,6 +77,9 @@ class LayoutStage(Stage):
     order: Tensor
     smallest: Tensor
     empty: Tensor
+    key_bits: tuple[int, ...] = KEY_BITS
+    value_bits: tuple[int, ...] = (*VALUE_BITS, WHOLE)  # V has one width less than K, so that the last step is none
+    rounds = True  # whether the student reads rounded numbers
 
     def __init__(
         self, backbone: Backbone, config: StageConfig, pruning: PruningConfig, closed: Losses, **more: Any
@@ -84,22 +92,22 @@ class LayoutStage(Stage):
         self.closed = Losses(*(losses.detach().double().cpu() for losses in closed))
         keys, values, empty = self.closed
         order, self.blocks = blocks(keys, align)
-        ends = len(KEY_BITS) - 2
-        of_keys, of_heads = gains(self.blocks, align * key_costs()), first_gains(self.blocks, values, empty, align)
+        grid, ends = self.grid(dim), len(self.key_bits) - 2
+        of_keys, of_heads = gains(self.blocks, align * grid.keys), first_gains(self.blocks, values, empty, align, grid)
         # V has one width less than K; a head has one step, which pays for V in the fewest bits, and for one block
-        rest = F.pad(gains(values, value_costs(dim)), (0, 1)), F.pad(of_heads[..., None], (0, ends))
+        rest = F.pad(gains(values, grid.values), (0, 1)), F.pad(of_heads[..., None], (0, ends))
         found = torch.cat([of_keys, torch.stack(rest, 2)], 2)
         first = F.one_hot(of_keys[..., 0].argmax(-1), dim // align)[..., None].bool() & (of_keys == of_keys[..., :1])
         paid = torch.where(first, of_keys.maximum(of_heads[..., None, None]), of_keys)
-        of_values = value_costs(dim)
         costs = torch.stack(
             [
-                *(align * key_costs().diff()).expand(dim // align, -1),
-                F.pad(of_values.diff(), (0, 1)),
-                F.pad(of_values[:1], (0, ends)),
+                *(align * grid.keys.diff()).expand(dim // align, -1),
+                F.pad(grid.values.diff(), (0, 1)),
+                F.pad(grid.values[:1], (0, ends)),
             ]
         )
-        widths = torch.tensor([KEY_BITS, (*VALUE_BITS, WHOLE)]).diff()
+        self.dense = float(grid.keys[-1] * dim + grid.values[-1]) * layers * heads  # bits of a token
+        widths = torch.tensor([self.key_bits, self.value_bits]).diff()
         widths = torch.stack([*widths[:1].expand(dim // align, -1), widths[1]])
         for name, buffer in {
             # of each next width, [L, H, D / align + 2, 5]: the logarithm of its gain, the loss that it saves; its bits
@@ -113,6 +121,15 @@ class LayoutStage(Stage):
             "path": torch.zeros_like(self.alpha.detach()),  # the sum of alpha over the last half of the steps
         }.items():
             self.register_buffer(name, buffer)
+
+    def grid(self, dim: int) -> Grid:
+        """Return what the widths cost."""
+        return Grid.of_layouts(dim)
+
+    @property
+    def lowest(self) -> float:
+        """The lowest budget to learn."""
+        return self.pruning.budgets[0]
 
     @property
     def result(self) -> Tensor:
@@ -128,10 +145,10 @@ class LayoutStage(Stage):
         return ((self.gains + factors - waterline) / SOFT + 0.5).clamp(0, 1)
 
     def bytes(self, fills: Tensor) -> Tensor:
-        """Return the middle's share of dense's bytes, scales counted; a head keeps both K and V, or neither."""
+        """Return the share of dense's bytes that a budget counts, scales too; a head keeps both K and V, or neither."""
         bits = (fills * self.costs).sum(-1)
         whole = bits[..., -1] + fills[..., -1, 0] * bits[..., :-1].sum(-1)
-        return whole.sum() / (2 * WHOLE * self.order.numel())
+        return whole.sum() / self.dense
 
     def waterline(self, budget: float) -> Tensor:
         """Return the waterline at which the middle has the bytes of a budget; its gradient keeps them."""
@@ -151,7 +168,7 @@ class LayoutStage(Stage):
         widths = (fills[..., :-1, :] * self.steps).sum(-1)
         keys = widths[..., :-1].repeat_interleave(self.pruning.align, -1)
         keys = torch.zeros_like(keys).scatter(-1, self.order, keys)
-        return torch.cat([keys, VALUE_BITS[0] + widths[..., -1:], fills[..., -1, :1]], -1)
+        return torch.cat([keys, self.value_bits[0] + widths[..., -1:], fills[..., -1, :1]], -1)
 
     def expected(self, fills: Tensor) -> Tensor:
         """Return the closed form's loss, in nats an answer token."""
@@ -161,7 +178,7 @@ class LayoutStage(Stage):
 
     def budget(self) -> float:
         """Return the budget of this step, of which the logarithms lie evenly from the lowest budget to `HIGHEST`."""
-        low = self.pruning.budgets[0]
+        low = self.lowest
         return low * (max(low, HIGHEST) / low) ** (self.trainer.global_step * GOLDEN % 1)
 
     def student(self, prefix: Prefix, question: Branch, batch: Batch, beta: Tensor | None) -> Tensor:
@@ -171,6 +188,7 @@ class LayoutStage(Stage):
             self.backbone.model, prefix, question, batch.answers.ids, batch.answers.lengths,
             self.widths(self.fills(self.waterline(self.budget()))),
             sink=self.pruning.sink, window=self.pruning.window, empty_heads=self.config.empty_heads,
+            rounds=self.rounds,
         )  # fmt: skip
 
     def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:
@@ -199,6 +217,36 @@ class LayoutStage(Stage):
         of_channels = (self.blocks / align * factors[..., :-2, None]).repeat_interleave(align, -2)
         keys = torch.zeros_like(self.closed.keys).scatter(-2, order, of_channels)
         return Losses(keys, values * factors[..., -2, None], empty * factors[..., -1])
+
+
+class MaskStage(LayoutStage):
+    """Learn the same factors for masks: a channel of K has 0 bits or all, and a budget is a share of K's channels.
+
+    V costs nothing, since a pruning ratio does not count it. A channel that gains too little fades out by Eq. 1.
+    """
+
+    key_bits = (0, LEAST)  # the width from which nothing fades
+    value_bits = (WHOLE, WHOLE)
+    rounds = False
+
+    def __init__(
+        self, backbone: Backbone, config: StageConfig, pruning: PruningConfig, closed: Losses, **more: Any
+    ) -> None:
+        keys, values, empty = closed
+        of_masks = Losses(keys[..., [0, -1]], torch.zeros_like(values[..., :1]), empty)
+        super().__init__(backbone, config, pruning, of_masks, **more)
+
+    def grid(self, dim: int) -> Grid:
+        return Grid.of_masks()
+
+    @property
+    def lowest(self) -> float:
+        return 1 - self.pruning.highest
+
+    def channel_scores(self) -> Tensor:
+        """Return the scores of channels, [L, H, D], of which the highest make the mask of any ratio."""
+        losses = self.losses()
+        return channel_scores(losses.keys[..., 0], losses.empty, self.pruning.align)
 
 
 class CalibrationPass(StoredPass):

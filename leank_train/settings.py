@@ -151,6 +151,12 @@ class RunConfig(Checked):
             f"pruning.nested={list(pruning.nested)} needs stage1.lam=auto, stage1.patience=0 and stage2.steps=0: the "
             "steered fall of all scores in stage 1 orders the channels, and stage 2 learns one ratio alone",
         )
+        need(
+            pruning.learns == "scores"
+            or not (self.stage2.steps + self.stage1.patience or apart or self.stage1.lam != steering.AUTO),
+            f"pruning.learns={pruning.learns} needs stage1.lam=auto, stage1.patience=0, stage2.steps=0, and one "
+            "process with whole documents and weights (trainer.shard_weights=false, trainer.sequence_parallel=1)",
+        )
         elsewhere = self.stage2.steps + self.stage1.patience or self.extra_ratios or 0 in pruning.budgets or apart
         need(
             pruning.bytes is None or not (elsewhere or self.stage1.lam != steering.AUTO),

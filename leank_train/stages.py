@@ -69,6 +69,9 @@ class PruningConfig(Checked):
     # other ratios for which stage 1 orders the channels, so that the mask of a higher ratio is part of that of a lower
     # one; none is the paper's way. With `bytes`, other budgets.
     nested: Sequence[Annotated[Share, "it is a share of channels to prune, e.g. 0.9"]] = ()
+    # what stage 1 learns: the paper's "scores" of channels, or "factors" by which the closed form's losses are wrong
+    # (`leank_train.layouts`); a layout of bits always learns factors
+    learns: Annotated[str, OneOf("scores", "factors")] = "scores"
     # a budget, the share of dense's bytes that the middle may take; it makes the run learn a layout of bits
     # (`leank_train.layouts`) and not a mask, so that `ratio` and `rounding` have no effect. None is the paper's way.
     bytes: Annotated[float, Gt(0), Le(1), "it is a share of dense's bytes, e.g. 0.3"] | None = None

@@ -26,7 +26,7 @@ from leank.tensor_files import write_tensors
 from leank.wandb_log import log_results, make_logger
 from leank_train.data import collate
 from leank_train.fitting import best_look, calibrate, fit, memory_advice
-from leank_train.layouts import LayoutStage, Losses, closed_form, layouts
+from leank_train.layouts import LayoutStage, Losses, MaskStage, closed_form, layouts
 from leank_train.objective.steering import AUTO, Separation
 from leank_train.replies import with_replies
 from leank_train.run_folder import Run, claimed
@@ -92,22 +92,29 @@ def train(current: Run, signals: Signals) -> Metrics:
     means = calibrate(config, backbone) if config.pruning.compensation == "mean" else None
     if config.pruning.bytes is not None:
         return train_layouts(current, backbone, means, logger, signals, started)
-    scores = None
-    if not config.stage1.steps + config.stage2.steps:
+    closed = scores = closed_scores = None
+    if config.pruning.learns == "factors" or not config.stage1.steps + config.stage2.steps:
         with memory_advice("in the closed form", "data.max_length"):
-            losses = closed_form(config, backbone, means)
-        scores = channel_scores(losses.keys[..., 0], losses.empty, config.pruning.align)
-    stage1 = Stage1(backbone, config.stage1, config.pruning, scores, config.trainer, means)
-    record1 = fit(current, stage1, "stage1", logger, signals)
-    stage2 = Stage2(backbone, config.stage2, config.pruning, stage1.alpha, config.trainer, means)
+            closed = closed_form(config, backbone, means)
+        scores = channel_scores(closed.keys[..., 0], closed.empty, config.pruning.align)
+    stage1: Stage1 | MaskStage
+    if closed is not None and config.stage1.steps:
+        stage1 = MaskStage(backbone, config.stage1, config.pruning, closed, parallel=config.trainer, mean_keys=means)
+        record1 = fit(current, stage1, "stage1", logger, signals)
+        closed_scores, scores = scores, stage1.channel_scores()
+    else:
+        stage1 = Stage1(backbone, config.stage1, config.pruning, scores, config.trainer, means)
+        record1 = fit(current, stage1, "stage1", logger, signals)
+        scores = stage1.alpha
+    stage2 = Stage2(backbone, config.stage2, config.pruning, scores, config.trainer, means)
     record2 = fit(current, stage2, "stage2", logger, signals)
     if not current.first:
         return {}
     signals.leave_at_once()
 
     # 3. the masks
-    scores1, alpha = (stage.alpha.detach().float().cpu().contiguous() for stage in (stage1, stage2))
-    masks = save_masks(current, backbone, scores1, alpha, means)
+    scores1, alpha = (found.detach().float().cpu().contiguous() for found in (scores, stage2.alpha))
+    masks = save_masks(current, backbone, scores1, alpha, means, closed_scores)
     mask = masks[MASK]
     metrics = measured(current, mask, scores1, alpha, {"stage1": record1, "stage2": record2})
 
@@ -211,11 +218,11 @@ def check_text(path: str, length: int, counter: TokenCounter) -> None:
 
 
 def save_masks(
-    current: Run, backbone: Backbone, scores1: Tensor, alpha: Tensor, means: Tensor | None
+    current: Run, backbone: Backbone, scores1: Tensor, alpha: Tensor, means: Tensor | None, closed: Tensor | None
 ) -> dict[str, ChannelMask]:
     """Write the mask, the scores, the masks that stage 1 alone gives, and those at other ratios.
 
-    scores1, alpha: scores [L, H, D] after stage 1 and stage 2.
+    scores1, alpha: scores [L, H, D] after stage 1 and stage 2; closed: of the closed form that factors have corrected.
     Returns those that the verdict compares, by name: `MASK`, the mask of the run, `STAGE1`, and other ratios.
     """
     config, pruning, out = current.config, current.config.pruning, current.out
@@ -232,6 +239,9 @@ def save_masks(
     for align in {1, pruning.align}:  # what stage 2 is worth (appendix E): the same scores without it
         cut(scores1, pruning.ratio, align).save(out / "stage1" / f"mask_align{align}.safetensors")
     found = {MASK: mask, STAGE1: cut(scores1, pruning.ratio, pruning.align)}
+    if closed is not None:
+        found[CLOSED_FORM] = cut(closed, pruning.ratio, pruning.align)
+        found[CLOSED_FORM].save(out / "masks" / f"{CLOSED_FORM}.safetensors")
     for ratio in dict.fromkeys([*config.extra_ratios, *pruning.nested]):
         name = f"mask_{100 * ratio:.12g}pct"
         found[name] = cut(scores1, ratio, pruning.align)  # stage 2 has learned for one ratio
@@ -291,8 +301,9 @@ def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, re
     ratio = current.config.pruning.ratio
     separation = Separation.of(scores1, ratio)
     steps1 = records["stage1"].steps
-    steered = steps1[-1]["lam"] if steps1 and current.config.stage1.lam == AUTO else None
-    stepped = any(record.steps for record in records.values())  # ranks of the closed form are never driven apart
+    # ranks of the closed form are never driven apart
+    stepped = current.config.pruning.learns == "scores" and any(record.steps for record in records.values())
+    steered = steps1[-1]["lam"] if stepped and steps1 and current.config.stage1.lam == AUTO else None
     if stepped and not current.config.pruning.nested and (warning := separation.warning(ratio, steered)):
         log.warning("%s: %s", current.out, warning)
     best = {name: best_look(record.looks) for name, record in records.items() if record.looks}

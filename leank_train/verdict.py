@@ -2,9 +2,9 @@
 
 KL(dense || pruned) at answer tokens, with the mask as it is deployed, is measured on the run's own tasks and on natural
 text, for the mask and for those that it has to beat: the cut of stage 1's scores, the run's masks at higher ratios, the
-lowest frequencies, and no middle at all. A layout of bits has to beat the run's layouts of fewer bytes, the closed form
-at equal bytes, equal bits everywhere, and no middle. A mask that one of them beats is `doubted`: the run says so, and
-the mask's file says so whenever it is loaded.
+closed form's that learning has corrected, the lowest frequencies, and no middle at all. A layout of bits has to beat
+the run's layouts of fewer bytes, the closed form at equal bytes, equal bits everywhere, and no middle. A mask that one
+of them beats is `doubted`: the run says so, and the mask's file says so whenever it is loaded.
 """
 
 from collections.abc import Iterator, Mapping
@@ -72,6 +72,7 @@ class Verdict:
         rivals = {
             FREQUENCIES: "with the lowest frequencies, which cost no training; raise stage1.steps",
             STAGE1: "without stage 2: use the mask in stage1/, or lower stage2.lr",
+            CLOSED_FORM: f"with the closed form, which costs no training: use masks/{CLOSED_FORM}.safetensors",
         }
         for name, ratio in sorted(self.ratios.items(), key=lambda item: item[1]):
             if ratio > self.ratios[MASK]:

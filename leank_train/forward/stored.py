@@ -91,8 +91,8 @@ class StoredPass(ScaledPass):
         self.check_means(softmax)
         if softmax.softcap is not None and self.widths[layer].requires_grad:  # a share of 1 adds 0, which is exact
             raise ValueError(
-                "pruning.bytes: this model's softmax has soft-capped logits, under which a head's share does not "
-                "multiply weights; set stage1.steps=0 for the closed form's layout, or learn a mask"
+                "this model's softmax has soft-capped logits, under which a head's share does not multiply weights; "
+                "set stage1.steps=0 for the closed form, or learn a mask with pruning.learns=scores"
             )
         keys, values = self.parts(layer, k, v)
         of_keys, share = self.widths[layer][:, :-2], self.widths[layer][:, -1:]  # [H, D], [H, 1]
@@ -128,18 +128,28 @@ class StoredPass(ScaledPass):
         return torch.where(self.padding[part], apart[..., :1, :], apart)
 
 
+class WholePass(StoredPass):
+    """A student that reads the numbers of the middle as they are: channels fade, and heads, and nothing is rounded."""
+
+    def middle(self, layer: int, part: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a part as they are."""
+        return k, v
+
+
 def stored_student(
     model: PreTrainedModel, prefix: Prefix, question: Branch, answer_ids: Tensor, lengths: Sequence[int] | Tensor,
-    widths: Tensor, *, sink: int, window: int, empty_heads: str,
+    widths: Tensor, *, sink: int, window: int, empty_heads: str, rounds: bool = True,
 ) -> Tensor:  # fmt: skip
     """Run the answer tokens over a middle at real widths, [L, H, D + 2]; the rest is as in `branching.student`.
 
+    rounds: whether numbers are rounded to their widths; else a key's channel fades below `LEAST`, and no more.
     Raises ValueError for documents that several processes share.
     """
     if prefix.ranks is not None:
         raise ValueError("widths are learned where one process has whole documents; set trainer.sequence_parallel=1")
     positions, k_positions = answer_positions(question, answer_ids, lengths)
-    state = StoredPass(prefix, question, positions, k_positions, widths, sink, window, empty_heads)
+    kind = StoredPass if rounds else WholePass
+    state = kind(prefix, question, positions, k_positions, widths, sink, window, empty_heads)
     hidden = run_decoder(model, answer_ids, to_device(positions, answer_ids.device), state)
     return hidden + 0.0 * widths.sum() if widths.requires_grad and not hidden.requires_grad else hidden
 

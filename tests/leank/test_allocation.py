@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from leank.allocation import (
+    Grid,
     allocate,
     blocks,
     channel_scores,
@@ -50,7 +51,7 @@ def block_gain(given, head):
 
 def begins_well(given, head):
     """Whether a head's first step gains less than one of its blocks by itself, as `allocate` needs to be exact."""
-    first = first_gains(blocks(given[0], ROOM)[1], *given[1:], ROOM)
+    first = first_gains(blocks(given[0], ROOM)[1], *given[1:], ROOM, Grid.of_layouts(DIM))
     return float(first[0, head]) < block_gain(given, head)
 
 
@@ -145,7 +146,7 @@ def test_gains_are_the_slopes_of_the_hull():
 def test_the_first_gain_of_a_head_is_the_best_of_all_its_layouts():
     for seed in range(9):
         keys, values, empty = random_losses(seed)
-        found = first_gains(blocks(keys, ROOM)[1], values, empty, ROOM)
+        found = first_gains(blocks(keys, ROOM)[1], values, empty, ROOM, Grid.of_layouts(keys.shape[2]))
         for h in range(2):
             every = every_head(keys[0, h], values[0, h], empty[0, h])
             best = max((float(empty[0, h]) - loss) / cost for cost, loss in every if cost)

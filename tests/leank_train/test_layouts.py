@@ -9,16 +9,17 @@ import torch
 from safetensors.torch import load_file
 
 from leank import backbone as backbones
-from leank.allocation import allocate, blocks, first_gains, gains, key_costs, value_costs
+from leank.allocation import Grid, allocate, blocks, channel_scores, first_gains, gains, key_costs, value_costs
 from leank.head import Head
 from leank.mask import ChannelMask
 from leank.precision import KEY_BITS, ROOM, VALUE_BITS
 from leank.shape import DecoderShape
+from leank.tensor_files import read_checkpoint
 from leank.typed import BadConfig
 from leank_train import layouts
 from leank_train.data import HELD_OUT, collate
 from leank_train.forward.stored import stored_student
-from leank_train.layouts import LayoutStage, Losses, closed_form
+from leank_train.layouts import LayoutStage, Losses, MaskStage, closed_form
 from leank_train.objective.distill import counted
 from leank_train.objective.kl import kl_loss
 from leank_train.settings import check
@@ -102,6 +103,48 @@ def test_without_steps_and_budget_the_closed_form_gives_nested_masks(model_folde
     assert {"leank", "mask_75pct"} < {*json.loads((tmp_path / "metrics.json").read_text())["verdict"]["kl"]}
 
 
+def test_factors_of_a_mask_give_nested_masks(model_folder, tmp_path):
+    """Beside the closed form's; the same command again does no step."""
+    given = [setting for setting in LAYOUTS if "bytes" not in setting and "nested" not in setting]
+    given += ["pruning.learns=factors", "pruning.ratio=0.5", "pruning.nested=[0.75]", "pruning.align=1"]
+    first = run(settings(model_folder, *given), tmp_path)
+    names = "mask", "masks/mask_75pct", "masks/closed_form"
+    masks = wide, narrow, closed = [ChannelMask.load(tmp_path / f"{name}.safetensors") for name in names]
+    assert [mask.pruning_ratio for mask in masks] == [0.5, 0.75, 0.5]
+    assert (narrow.keep <= wide.keep).all()
+    assert closed.mean_keys is not None
+    path = read_checkpoint(tmp_path / "checkpoints/stage1/done.ckpt", "")["alpha"]
+    assert (path != 0.5).any()
+    assert ((path >= 0) & (path <= 1)).all()
+    assert {"leank", "closed_form", "mask_75pct"} < {*first["verdict"]["kl"]}
+    again = run(settings(model_folder, *given), tmp_path)
+    assert again["verdict"] == first["verdict"]
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.8])
+def test_a_mask_stage_without_factors_is_the_closed_form(ratio, monkeypatch):
+    """Its hard waterline keeps the channels that the closed form's scores keep, and what they cost is expected."""
+    monkeypatch.setattr(layouts, "SOFT", 1e-9)
+    closed = Losses(*random_losses(1, heads=3, blocks=12))
+    shape, align = DecoderShape(*closed.keys.shape[:3]), 4
+    backbone = SimpleNamespace(model=tiny_model("llama"), shape=shape)
+    pruning = PruningConfig(ratio=ratio, align=align, learns="factors")
+    stage = MaskStage(backbone, StageConfig(steps=6, lr=0.1, lam="auto"), pruning, closed).double()
+    with torch.no_grad():
+        stage.path.fill_(0.5)
+    scores = channel_scores(closed.keys[..., 0], closed.empty, align)
+    assert torch.equal(stage.channel_scores(), scores)
+    fills = stage.fills(stage.waterline(1 - ratio)).detach().round()
+    found = stage.widths(fills)
+    keep = (found[..., :-2] > 0) & (found[..., -1:] > 0)
+    share = float(keep.double().mean())
+    assert abs(share - (1 - ratio)) < 0.15  # a step along a hull may be several blocks
+    assert torch.equal(keep, ChannelMask.from_scores(scores, 1 - share, align, "nearest").keep)
+    assert float(stage.bytes(fills)) == pytest.approx(share)
+    lost = torch.where(keep.any(-1), (closed.keys[..., 0] * ~keep).sum(-1), closed.empty).sum()
+    assert float(stage.expected(fills)) == pytest.approx(float(lost), rel=1e-5, abs=1e-6)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_hard_waterline_is_what_allocate_gives(seed, monkeypatch):
     """Where no width is filled in part, the student reads the layout of this budget, and bytes and loss are its own."""
@@ -125,7 +168,7 @@ def exact_gains(stage, closed):
     """The logarithms of the stage's gains in double: a stage has them in float32."""
     of_blocks = blocks(closed.keys, ROOM)[1]
     of_keys, of_values = gains(of_blocks, ROOM * key_costs()), gains(closed.values, value_costs(closed.keys.shape[2]))
-    of_heads = first_gains(of_blocks, closed.values, closed.empty, ROOM)
+    of_heads = first_gains(of_blocks, closed.values, closed.empty, ROOM, Grid.of_layouts(closed.keys.shape[2]))
     found = torch.zeros_like(stage.gains)
     found[..., :-2, :], found[..., -2, :-1], found[..., -1, 0] = of_keys, of_values, of_heads
     for head in range(found.shape[1]):  # the first step of a head pays for its first block, too

@@ -160,7 +160,7 @@ def test_a_layout_is_read_as_a_cache_stores_it():
 
 def test_shares_of_soft_capped_heads_are_not_learned():
     state, given, _ = the_pass(random_widths(0).requires_grad_())
-    with pytest.raises(ValueError, match=r"^pruning\.bytes: this model's softmax has soft-capped logits"):
+    with pytest.raises(ValueError, match=r"^this model's softmax has soft-capped logits"):
         state.attend(0, *given, 0.3, Softmax(softcap=2.0))
 
 
