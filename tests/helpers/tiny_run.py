@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTra
 
 from leank_train.running.recorder import Recorder
 from tests import ROOT
+from tests.helpers import composed  # noqa: F401  (files of conf are read once)
 from tests.helpers.text_tokenizers import tokenizer
 
 SIZES = {

@@ -1,7 +1,5 @@
 """Items of conf/papers: what one runs, whether its rows are what the paper says, and how its page is made."""
 
-import copy
-import functools
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +7,6 @@ from typing import get_type_hints
 
 import pandas as pd
 import pytest
-from hydra import compose, initialize_config_module
-from hydra._internal import config_loader_impl
-from hydra._internal.config_repository import CachingConfigRepository
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 from transformers import MistralConfig
@@ -36,20 +31,11 @@ NUMBERS = {"leank": (10, 23), "think": (7, 12), "iap": (4, 8), "lethe": (6, 6), 
 STEPS = [step for item in ITEMS.values() for step in (*item.here, *item.real)]
 
 
-class Kept(CachingConfigRepository):
-    """Configurations that are read once, and not for every command line anew."""
-
-    def load_config(self, config_path):
-        return copy.deepcopy(super().load_config(config_path))  # composing changes some of them
-
-
 @pytest.fixture(scope="module")
 def composed():
     """The configuration of every replay, by its command line; resolved, and without weights."""
     lines = {step.line() for step in STEPS if step.replays}
-    with pytest.MonkeyPatch.context() as patch, initialize_config_module("leank.conf.eval", version_base="1.3"):
-        patch.setattr(config_loader_impl, "CachingConfigRepository", functools.cache(Kept))
-        return {line: OmegaConf.to_container(compose("eval", [*line[1:]]), resolve=True) for line in lines}
+    return {line: evaluation(*line[1:]) for line in lines}
 
 
 def replays(steps, composed):
