@@ -24,9 +24,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.helpers import pictures  # isort: skip
-
 pytest.register_assert_rewrite("tests.helpers")  # so that what fails there shows its values, as in a test
+from tests.helpers import pictures  # noqa: E402
+
 # a busy machine is no reason to fail; CI judges every change by the same cases, where other runs look for new ones
 settings.register_profile(
     "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     CacheLayerMixin,
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
@@ -69,8 +68,9 @@ class CompressedCache(Cache):
         self._since_crop: int | None = None  # passes since the last crop() of a recorded past, None = no crop yet
         self._widest = 0  # columns of the largest pass since the cache was new
         self._reached = -1  # the layer that a pass came to last
-        # the layer that a pass must come to; only states need it, which do not tell how many tokens they have read
-        self._last = max(i for i, layer in enumerate(layers) if not isinstance(layer, DummyLayer)) if states else -1
+        # the layer that a pass must come to; only states need it, which do not tell how many tokens they have read.
+        # A dummy stands for a layer without a cache; transformers 5.17 has no such class.
+        self._last = max(i for i, layer in enumerate(layers) if type(layer).__name__ != "DummyLayer") if states else -1
 
     @property
     def compressed(self) -> list[CompressedLayer]:

@@ -51,19 +51,26 @@ def method_bytes(method: Method, config: PreTrainedConfig, length: int, itemsize
     widths = (everywhere, everywhere) if method.channels is None else method.channels.kept_counts(config, length)
     if passes is None or widths is None:
         return None
+    windows = windows_of(config)
     found = set()  # of the fewest and the most tokens that a layer may get; the prompt decides if they differ
     for columns in passes:
-        held = _held(method, config, np.array(columns)[:, None], widths, itemsize)
-        found.add(None if held is None else held_bytes(method, held) + _sliding_bytes(config, length, itemsize))
+        held = _held(method, config, windows, np.array(columns)[:, None], widths, itemsize)
+        sliding = _sliding_bytes(config, windows, length, itemsize)
+        found.add(None if held is None else held_bytes(method, held) + sliding)
     return found.pop() if len(found) == 1 else None
 
 
 def _held(
-    method: Method, config: PreTrainedConfig, columns: np.ndarray, widths: tuple[np.ndarray, np.ndarray], itemsize: int
+    method: Method,
+    config: PreTrainedConfig,
+    windows: list[int | None],
+    columns: np.ndarray,
+    widths: tuple[np.ndarray, np.ndarray],
+    itemsize: int,
 ) -> Held | None:
     """What layers with full attention hold of a prompt of which they get columns [L, 1]; None if the prompt decides."""
     k, v = widths
-    columns = columns * np.array([window is None for window in windows_of(config)])[:, None]
+    columns = columns * np.array([window is None for window in windows])[:, None]
     ends = np.minimum(columns, method.sink + method.window)
     middle = np.broadcast_to(columns - ends, k.shape)
     if method.tokens is not None:
@@ -79,14 +86,15 @@ def _held(
 def dense_bytes(config: PreTrainedConfig, length: int, itemsize: int) -> int:
     """Bytes of a prompt's whole K and V, as far as layers with sliding-window attention hold it."""
     _, heads, dim = kv_shape(config)
-    full = windows_of(config).count(None)
-    return 2 * full * heads * dim * length * itemsize + _sliding_bytes(config, length, itemsize)
+    windows = windows_of(config)
+    sliding = _sliding_bytes(config, windows, length, itemsize)
+    return 2 * windows.count(None) * heads * dim * length * itemsize + sliding
 
 
-def _sliding_bytes(config: PreTrainedConfig, length: int, itemsize: int) -> int:
+def _sliding_bytes(config: PreTrainedConfig, windows: list[int | None], length: int, itemsize: int) -> int:
     """Bytes that layers with sliding-window attention hold of a prompt, whatever the method."""
     _, heads, dim = kv_shape(config)
-    tokens = sum(min(length, window) for window in windows_of(config) if window is not None)
+    tokens = sum(min(length, window) for window in windows if window is not None)
     return 2 * heads * dim * tokens * itemsize
 
 

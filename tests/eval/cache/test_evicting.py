@@ -136,9 +136,7 @@ def test_interpreted_on_random_shapes(policy, lengths, counts, sizes, group, ste
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
-@pytest.mark.parametrize(
-    ("policy", "dim"), [*((one, 64) for one in POLICIES), ("tova", 192), ("rkv", 192), ("rkv", 256)]
-)
+@pytest.mark.parametrize(("policy", "dim"), [*((one, 64) for one in POLICIES), ("tova", 192), ("rkv", 256)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_many_steps_interpreted(policy, dim):
     """Rows of unequal length, one without a token now and then; a head of few channels and one of none."""

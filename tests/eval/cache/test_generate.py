@@ -207,8 +207,14 @@ def test_strings_that_end_a_reply(where, captured):
     assert bool(Fake.captures) == (where == "call")
 
 
-@pytest.mark.parametrize("way", ["greedy", "sampling", "several of each", "processors and scores"])
-@pytest.mark.parametrize("steps", [(7, 19, 12), (20, 9, 20), (21, 3, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("way", "steps"),
+    [
+        *(("greedy", steps) for steps in ((7, 19, 12), (20, 9, 20), (21, 3, 4))),
+        *((way, (20, 9, 20)) for way in ("sampling", "several of each", "processors and scores")),
+    ],
+    ids=str,
+)
 def test_rows_that_end_at_different_steps_leave_the_cache_as_the_plain_loop_does(way, steps, captured):
     """Windows hold 16 to 20 tokens: the last step comes before, with and after tokens that leave one."""
     model = tiny_model("llama")

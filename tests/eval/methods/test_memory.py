@@ -58,7 +58,7 @@ def masks(tmp_path_factory, model):
 
 
 @pytest.fixture(scope="module")
-def made(model, masks):
+def made(model, masks, tokenizer):
     """Every shipped method, calibrated on as little as possible."""
     given = evaluation(f"method=[{','.join(NAMES)}]", f"mask={masks}")["method"]
     given["by_length"]["channels"]["above"] = {"name": "random", "ratio": 0.5}
@@ -77,7 +77,6 @@ def made(model, masks):
             ):
                 choice["length"] = 1024
     found = [build_method(name, given[name]) for name in NAMES]
-    _, tokenizer = load_config(ModelConfig())
     Replay(model, tokenizer, Settings()).calibrate(found)
     return {one.label: one for one in found}
 
@@ -298,8 +297,8 @@ REFUSED = [  # axis, its choice, what is said; of a model of 6 layers, 8 channel
 
 
 @pytest.mark.parametrize(("axis", "config", "message"), REFUSED, ids=str)
-def test_refused_by_name(axis, config, message):
-    model, (_, tokenizer) = tiny_model("llama", num_hidden_layers=6), load_config(ModelConfig())
+def test_refused_by_name(axis, config, message, tokenizer):
+    model = tiny_model("llama", num_hidden_layers=6)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         build_method("m", {axis: config}, {"sink": 2, "window": 6}).axes[axis].check(model.config, tokenizer)
 
