@@ -133,8 +133,11 @@ def _wrong(config: PreTrainedConfig) -> Iterator[str]:
     layers, window = getattr(text, "num_hidden_layers", 1), getattr(text, "sliding_window", None)
     if not 1 <= layers <= MOST_LAYERS:
         yield f"num_hidden_layers={layers} of its config is not in 1 to {MOST_LAYERS}"
-    if window is not None and not (isinstance(window, int) and window >= 0):  # 0: none, as in Qwen2-MoE
+    sliding = "sliding_attention" in (getattr(text, "layer_types", None) or ())
+    if (sliding or window is not None) and not (isinstance(window, int) and window >= sliding):  # Qwen2-MoE has 0
         yield f"sliding_window={shown(window)} of its config is no number of tokens"
+    if not isinstance(config.output_hidden_states, bool | None):
+        yield f"output_hidden_states={shown(config.output_hidden_states)} of its config is neither true nor false"
     groups: list[tuple[str, object]] = [("", config.to_dict())]
     for where, group in groups:
         if isinstance(group, Mapping):

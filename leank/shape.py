@@ -53,6 +53,11 @@ def kv_shape(config: PreTrainedConfig) -> DecoderShape:
         ) from error
     if heads is None:
         raise ValueError(f"model={kind} has no num_key_value_heads in its config; choose a decoder such as Llama")
+    if not heads or config.num_attention_heads % heads:
+        raise ValueError(
+            f"model={kind} has num_key_value_heads={heads}, which does not divide "
+            f"num_attention_heads={config.num_attention_heads}; copy its config again"
+        )
     dim = dim or config.hidden_size // config.num_attention_heads
     if shared := getattr(config, "num_kv_shared_layers", None):
         raise ValueError(

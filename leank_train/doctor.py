@@ -170,7 +170,7 @@ def examine(name: str, lengths: Sequence[int], batches: Sequence[int]) -> str:
     config, found = model.config.get_text_config(decoder=True), dict(answers(model))
     lines = [f"model       {name}: {config.model_type}, {numbers / 1e6:,.0f}M weights, {positions(config):,} positions"]
     lines += [f"{question:12}{answer}" for question, answer in found.items()]
-    if not found["cache"].startswith("yes"):
+    if not found["cache"].startswith("yes") or not dense_bytes(config, 1, ITEMSIZE):  # nothing to compress
         return "\n".join(lines)
     shape, (sink, window) = kv_shape(config), sizes(config)
     lines.insert(1, f"K cache     {shape.layers} layers x {shape.kv_heads} KV heads x {shape.head_dim} channels")

@@ -274,7 +274,7 @@ def test_a_published_mask_runs_no_code(tmp_path):
 
 def test_a_mask_of_another_shape_is_refused_and_one_of_another_name_warned_of():
     config = SimpleNamespace(
-        num_hidden_layers=2, num_key_value_heads=3, hidden_size=32, num_attention_heads=4, _name_or_path="org/SMALL"
+        num_hidden_layers=2, num_key_value_heads=3, hidden_size=48, num_attention_heads=6, _name_or_path="org/SMALL"
     )
     keep = torch.ones(2, 3, 8, dtype=torch.bool)
     with warnings.catch_warnings():

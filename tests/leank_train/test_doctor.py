@@ -1,5 +1,6 @@
 """python -m leank_train doctor: it says of every family what the tests of families find, and no weights are needed."""
 
+import copy
 import json
 import re
 import shlex
@@ -96,6 +97,15 @@ def test_a_config_that_no_model_has_is_refused_by_name(change, said, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ValueError, match=f"^model.name='{tmp_path}'.*{said}"):
         doctor.examine(str(tmp_path), (), (1,))
+
+
+def test_a_model_without_attention_has_nothing_to_gain(tmp_path):
+    config = copy.deepcopy(build("qwen3_next").config)
+    config.layer_types = ["linear_attention"] * 2
+    config.save_pretrained(tmp_path)
+    said = doctor.examine(str(tmp_path), (), (1,))
+    assert "nothing is compressed" in said
+    assert "Bytes" not in said
 
 
 def test_a_mistake_is_one_line(capsys):

@@ -165,6 +165,11 @@ GEMMA4 = {"num_hidden_layers": 2, "num_key_value_heads": 2, "num_attention_heads
         ),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "attention that is not causal"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "attention that is not causal"),
+        (
+            "llama",
+            {"num_key_value_heads": 10**9},
+            "num_key_value_heads=1000000000, which does not divide num_attention",
+        ),
         ("moshi", {}, "has a sliding window in its cache, but none in its attention"),
         ("recurrent_gemma", {}, "holds its states in the model itself"),
     ],
