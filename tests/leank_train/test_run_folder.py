@@ -269,7 +269,7 @@ def test_inputs_of_a_run_without_checkpoints_are_replaced_and_damaged_ones_refus
 
 
 RECIPE = [
-    "stage1=steered", "stage2=kl", "stage1.steps=20", "stage2.steps=2", "stage1.lr=0.4",
+    "stage1=steered", "stage2=kl", "stage1.steps=20", "stage2.steps=2", "stage1.lr=0.8",
     "stage1.patience=1", "stage1.heldout_every=2", "stage1.heldout_documents=2", "checkpoint_every=1",
 ]  # fmt: skip
 FIRST = 12  # the wanted mean of 20 steps falls during so many
