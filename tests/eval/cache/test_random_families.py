@@ -17,7 +17,7 @@ TRAINED = ("gemma3_text", "gemma4_text", "gpt_oss")
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_cache_is_a_plain_forward_with_channels_zeroed(kind):
-    assert max(check(kind, seed).pruned for seed in (2, 3)) > 10 * TOLERANCE
+    assert max(check(kind, seed).pruned for seed in (0, 2)) > 10 * TOLERANCE
 
 
 @pytest.mark.slow

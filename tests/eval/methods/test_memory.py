@@ -33,7 +33,7 @@ from tests import ROOT
 from tests.conftest import tiny_model
 from tests.helpers.composed import evaluation
 
-LENGTH, ITEM = 2200, 4
+LENGTH, ITEM = 2500, 4
 NAMES = method_options()
 BY_PROMPT = {"lethe", "lethe_printed"}  # when they drop tokens, the prompt decides
 
@@ -109,7 +109,7 @@ def held(one, model, prompt):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_held_are_those_of_the_formula(name, made, model, prompt):
-    """Within 3% at 2,200 tokens; tables and slack, which a report shows apart, are not in the formula."""
+    """Within 3% at 2,500 tokens; tables and slack, which a report shows apart, are not in the formula."""
     one, whole = made[name], dense_bytes(model.config, LENGTH, ITEM)
     found, *what = held(one, model, prompt)
     expected = method_bytes(one, model.config, LENGTH, ITEM)
