@@ -88,12 +88,10 @@ def answers(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
 
 def _kernel(head_dim: int, group: int) -> str:
     """Return whether the decode kernel reads heads of a shape, in 16 bits and otherwise, and why not."""
-    never, by_itself = (why_not_shape(head_dim, group, insist, LONG_HEAD_DIMS) for insist in (True, False))
+    never, others = why_not_shape(head_dim, group, LONG_HEAD_DIMS), why_not_shape(head_dim, group)
     if never is not None:
         return f"no, plain PyTorch gives the same replies: {never}"
-    said = "yes" if by_itself is None else f"if you ask for it: {by_itself}"
-    others = why_not_shape(head_dim, group, True)
-    return said if others is None else f"{said}; over fewer bits or chosen tokens plain PyTorch alone: {others}"
+    return "yes" if others is None else f"yes; over fewer bits or chosen tokens plain PyTorch alone: {others}"
 
 
 def _unserved(config: PreTrainedConfig) -> Iterator[str]:

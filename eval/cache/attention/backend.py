@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from leank.eval.cache.attention.choose import Chosen
     from leank.eval.cache.attention.launch import Kernel
 
-# Kernels at these equal the slow form in the interpreter, and compile; where nobody insists, a form that GPUs have run
-# stays in place until the tests that are marked `gpu` have passed on one.
-UNTRIED = (192, 256)
-
 
 def why_not(
     device: torch.device,
@@ -34,7 +30,7 @@ def why_not(
 ) -> str | None:
     """Why the kernel cannot run over such a layer, with `group` query heads per KV head; None if it can.
 
-    insist: whether Triton's interpreter, which runs on a CPU and is slow, may take a GPU's place; see `why_not_shape`
+    insist: whether Triton's interpreter, which runs on a CPU and is slow, may take a GPU's place
     dims: head_dims that the kernel has
     """
     interpreted = insist and os.environ.get("TRITON_INTERPRET") == "1"
@@ -47,21 +43,16 @@ def why_not(
         return f"the kernel needs compute capability 8.0, {torch.cuda.get_device_name(device)} has less"
     if dtype not in dtypes:
         return f"the kernel computes in {' or '.join(map(str, dtypes))}, the cache is {dtype}"
-    return why_not_shape(head_dim, group, insist, dims)
+    return why_not_shape(head_dim, group, dims)
 
 
-def why_not_shape(head_dim: int, group: int, insist: bool, dims: tuple[int, ...] = HEAD_DIMS) -> str | None:
-    """Why the kernel cannot run over heads of this shape on any GPU, or None if it can; see `why_not`.
-
-    insist: whether heads of UNTRIED channels may run
-    """
+def why_not_shape(head_dim: int, group: int, dims: tuple[int, ...] = HEAD_DIMS) -> str | None:
+    """Why the kernel cannot run over heads of this shape on any GPU, or None if it can; see `why_not`."""
     if head_dim not in dims:
         *most, last = map(str, dims)
         return f"the kernel has head_dim {', '.join(most)} and {last}, the model {head_dim}"
     if group > 16:
         return f"the kernel has at most 16 query heads per KV head, the model {group}"
-    if head_dim in UNTRIED and not insist:
-        return f'no GPU has run the kernel at head_dim {head_dim} yet; backend="triton" takes it'
     return None
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import pad
 
 from leank.eval.cache import Sizes
-from leank.eval.cache.attention.backend import UNTRIED, Auto, why_not_shape
+from leank.eval.cache.attention.backend import Auto, why_not_shape
 from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.memory import measure_store
 from leank.eval.cache.storage import segment as writing
@@ -188,13 +188,12 @@ def test_the_kernel_says_what_it_cannot(monkeypatch):
         Auto(insist=True).choose(store, q)
 
 
-@pytest.mark.parametrize("dim", UNTRIED)
-def test_a_head_dim_that_no_gpu_has_run_is_taken_where_it_is_asked_for(dim):
-    """Over numbers in 16 bits; other kernels do not have it at all."""
-    assert 'backend="triton" takes it' in why_not_shape(dim, 4, False, Middle().kernel_dims)
-    assert why_not_shape(dim, 4, True, Middle(eviction=object()).kernel_dims) is None
+@pytest.mark.parametrize("dim", [192, 256])
+def test_long_heads_have_a_kernel_over_numbers_in_16_bits_alone(dim):
+    for middle in (Middle(), Middle(eviction=object())):
+        assert why_not_shape(dim, 4, middle.kernel_dims) is None
     for other in (Middle(bits=Packing(4, 32)), Middle(reads=object())):
-        assert "has head_dim 64 and 128, the model" in why_not_shape(dim, 4, True, other.kernel_dims)
+        assert "has head_dim 64 and 128, the model" in why_not_shape(dim, 4, other.kernel_dims)
 
 
 # Records, stored and read back bit for bit, whatever their bits mean as numbers
