@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+gc.disable()  # until all is imported and collected: of what it would look through nothing goes
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, which importing a model does
 
-from transformers import (
+from transformers import (  # noqa: E402
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -43,6 +44,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 def pytest_collection_finish():
     """Let no collection look at what imports have left: half a million objects, a third of a second each time."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure():
