@@ -35,7 +35,7 @@ class Meter(tqdm):
 
 
 class StageProgress(ProgressBar):
-    """Reports the steps of a stage, in the first process alone; name: stage1 or stage2. The module says what it learns."""
+    """Reports the steps of a stage, stage1 or stage2, in the first process alone; the module says what it learns."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

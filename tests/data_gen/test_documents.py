@@ -20,6 +20,7 @@ from leank.data_gen.tasks.niah import Niah
 from leank.data_gen.tasks.passkey import Passkey
 from leank.data_gen.tokens import TokenCounter
 from tests.helpers.text_tokenizers import KINDS, tokenizer
+from tests.helpers.thinned import thinned
 
 TRAINING = ("kv", "multivalue", "multikey", "multiquery", "passkey", "text", "quote", "few_shot", "turns")
 OTHERS = tuple(name for name in TASKS if name not in TRAINING and not name.startswith(("qa", "prompts")))
@@ -40,10 +41,12 @@ def build(name: str, length: int, kind: str, questions: int) -> Document:
     return task.build(Request(name, length, TokenCounter(tokenizer(kind)), 5, 2, questions))
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("name", "length"),
-    [*itertools.product(TRAINING, (1024, 16384)), *itertools.product(OTHERS, (1024, 6000))],
+    ("name", "length", "kind"),
+    thinned(
+        [*itertools.product(TRAINING, (1024, 16384), KINDS), *itertools.product(OTHERS, (1024, 6000), KINDS)],
+        keep=5,  # every task, every tokenizer, and both lengths with each
+    ),
 )
 def test_documents_have_the_exact_length(name, length, kind):
     document = build(name, length, kind, questions=3 if name in TRAINING else 1)

@@ -36,6 +36,14 @@ LAYOUTS = (
 BUDGETS = {"masks/layout_15pct": 0.15, "mask": 0.3, "masks/layout_50pct": 0.5}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_documents():
+    """The closed form takes three documents: it takes most of the time of so small a run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layouts, "DOCUMENTS", 3)
+        yield
+
+
 @pytest.fixture(scope="module")
 def finished(model_folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("layouts")

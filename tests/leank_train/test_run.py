@@ -132,7 +132,7 @@ def test_a_model_with_attention_sinks(tmp_path):
     """GPT-OSS: sinks, experts, and a sliding window in every other layer, longer than the documents."""
     sizes = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 512}
     folder, out = save_model(tmp_path / "model", GptOssForCausalLM, GptOssConfig, **sizes), tmp_path / "run"
-    metrics = run(settings(folder, *VALIDATION), out)
+    metrics = run(settings(folder, *VALIDATION, "stage1.steps=3", "stage2.steps=2"), out)
     assert list(metrics["validation"]["recall"]) == METHODS
     assert metrics["verdict"]["kl"]["leank"]["tasks"] > 0
     assert alpha(out).std() > 0.01
@@ -155,7 +155,7 @@ def test_a_chat_template_fits_into_the_positions(tmp_path):
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
     words.save_pretrained(folder)
-    longest = ["data.min_length=400", "validation.lengths=[400]", "stage1.steps=4", "stage2.steps=0"]
+    longest = ["data.min_length=400", "validation.lengths=[400]", "stage1.steps=1", "stage2.steps=0"]
     metrics = run(settings(folder, *VALIDATION, *longest), tmp_path / "run")
     assert set(metrics["validation"]["recall"]) == set(METHODS)
 
@@ -171,7 +171,7 @@ STOPS = {
 }
 
 
-SLOW = {"end of stage 1", "mask"}  # what a stop before or after them tests, too
+SLOW = {"last checkpoint", "end of stage 1", "mask"}  # what a stop before or after them tests, too
 
 
 @pytest.mark.parametrize("stop", [pytest.param(s, marks=pytest.mark.slow) if s in SLOW else s for s in STOPS])

@@ -1,4 +1,4 @@
-"""Every benchmark of the replay from made-up data: its cells, its rows, a run on the reference model, bad input."""
+"""Every benchmark of the replay from made-up data: its cells, its rows, a run on a small random model, bad input."""
 
 import csv
 import gzip

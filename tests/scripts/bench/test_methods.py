@@ -15,6 +15,7 @@ from leank.eval.methods.tokens.snapkv import SnapKV
 from leank.eval.run.replay import Replay, Settings
 from scripts.bench import methods
 from scripts.bench.common import ROOT
+from tests.helpers.thinned import thinned
 
 
 def read_table(file):
@@ -86,7 +87,7 @@ def test_a_pass_that_is_left_for_good_holds_nothing(passed):
     assert [again[name] for name in ("gb", "read_gb", "batch")] == [row[name] for name in ("gb", "read_gb", "batch")]
 
 
-@pytest.mark.parametrize("name", ["leank", "papers/kivi4_iap", "quest", "h2o"])
+@pytest.mark.parametrize("name", thinned(["leank", "papers/kivi4_iap", "quest", "h2o"], keep=(1, 2)))
 def test_what_a_row_will_hold_is_known_before_it_decodes(name):
     """The bytes by which the largest batch is guessed are those of a cache that has decoded as many tokens."""
     model, (config, tokenizer) = load_model(ModelConfig()), load_config(ModelConfig())
