@@ -79,6 +79,7 @@ class LayoutStage(Stage):
     empty: Tensor
     key_bits: tuple[int, ...] = KEY_BITS
     value_bits: tuple[int, ...] = (*VALUE_BITS, WHOLE)  # V has one width less than K, so that the last step is none
+    learned = "by how much the closed form's losses are wrong"
     rounds = True  # whether the student reads rounded numbers
 
     def __init__(

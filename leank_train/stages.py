@@ -111,6 +111,7 @@ class Stage(L.LightningModule):
     """What both stages share: the frozen decoder, alpha, Adam, and the distillation loss of Eq. 1."""
 
     backbone: Backbone
+    learned = "a score for every key channel"  # as the progress line says it
 
     def __init__(
         self,
@@ -293,6 +294,8 @@ class Stage1(Stage):
 
 class Stage2(Stage):
     """Learn alpha under the binary mask of a given ratio and alignment (section 3.2)."""
+
+    learned = "which channels stay at the pruning ratio"
 
     def scores(self) -> Tensor:
         """Return beta, with alpha's gradient in the backward pass."""

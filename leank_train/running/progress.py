@@ -9,7 +9,6 @@ from tqdm import tqdm
 
 from leank.data_gen.amount import plural
 
-PHASES = {"stage1": "learns a score for every key channel", "stage2": "learns which channels stay at the pruning ratio"}
 LINE = "{desc}: {n_fmt} of {total_fmt}{unit}; {elapsed} so far, about {remaining} left{postfix}"  # in a log file
 BETWEEN_LINES = 30.0  # seconds
 
@@ -36,7 +35,7 @@ class Meter(tqdm):
 
 
 class StageProgress(ProgressBar):
-    """Reports the steps of a stage, in the first process alone; name: stage1 or stage2."""
+    """Reports the steps of a stage, stage1 or stage2, in the first process alone; the module says what it learns."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -48,9 +47,10 @@ class StageProgress(ProgressBar):
         """Lightning calls this in every process but the first."""
         self._enabled = False
 
-    def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if self._enabled:
-            self._meter = Meter(f"{self.name}: {PHASES[self.name]}", trainer.max_steps, done=trainer.global_step)
+            phase = f"{self.name}: learns {module.learned}"
+            self._meter = Meter(phase, trainer.max_steps, done=trainer.global_step)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
         if self._meter is not None:

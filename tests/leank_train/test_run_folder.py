@@ -31,7 +31,7 @@ from leank_train.data import RetrievalData, Steps
 from leank_train.fitting import EarlyStop, best_look, first_look
 from leank_train.running import parallel, progress
 from leank_train.running.preempt import Signals
-from leank_train.running.progress import PHASES, Meter, StageProgress
+from leank_train.running.progress import Meter, StageProgress
 from leank_train.running.recorder import Recorder
 from leank_train.settings import check, fingerprint, plain
 from leank_train.stages import PruningConfig, Stage, Stage1, Stage2, StageConfig
@@ -624,7 +624,7 @@ def test_only_the_first_process_reports_and_goes_on_where_it_stopped(capsys, ena
     bar = StageProgress("stage2")
     if not enabled:
         bar.disable()
-    bar.on_train_start(trainer)
+    bar.on_train_start(trainer, Stage2)
     for trainer.global_step in (4, 5):
         bar.on_train_batch_end(trainer, None)
     bar.teardown()
@@ -632,6 +632,6 @@ def test_only_the_first_process_reports_and_goes_on_where_it_stopped(capsys, ena
     if not enabled:
         assert told == []
         return
-    assert told[0].startswith(f"stage2: {PHASES['stage2']}: 3 of 5 steps;")
-    assert told[-1].startswith(f"stage2: {PHASES['stage2']}: 5 of 5 steps;")
+    assert told[0].startswith(f"stage2: learns {Stage2.learned}: 3 of 5 steps;")
+    assert told[-1].startswith(f"stage2: learns {Stage2.learned}: 5 of 5 steps;")
     assert told[-1].endswith("loss=0.5")
