@@ -34,7 +34,7 @@ from leank.precision import Precision
 from leank.tensor_files import DIGEST, DamagedFile, digest, read_tensors, write_tensors
 from leank.typed import Checked, typed
 
-FORMAT = "leank-cache-6"  # the name of the header in the file's metadata
+FORMAT = "leank-cache-7"  # the name of the header in the file's metadata
 CURE = "copy it again, or make it anew with save()"
 SAMPLED = 64  # numbers of each weight that tell models apart
 COUNTS = ("seen", "start", "floor")  # of each row, on the host

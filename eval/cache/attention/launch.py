@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from leank.eval.cache.attention import work
+from leank.eval.cache.attention import codes, work
 from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.attention.kernels import banded, decode, evict, packed, ring
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
@@ -99,6 +99,8 @@ class CodecKernels:
     config: Callable[[int, bool], Config]
     # launches what `Store.move` does; its tensor, int32 [>= B], is zero before and after
     move: Callable[[Store, Tensor], None]
+    rooms: tuple[int, int] | None = None
+    """Where `codes` can run: the memory that a warp of its kernel has for K and V, in bytes."""
     heads: np.ndarray | None = None
     """[H, 4], where heads differ: numbers of 16 bits that a token's K and V take, and what the work table then has as
     its channels of K and of V; None = what it has is both."""
@@ -153,16 +155,27 @@ def banded_kernels(store: Store) -> CodecKernels:
     codec, base, tail = store.middle.bits, store.ring_k, store.tail
     assert isinstance(codec, Banded)
     assert isinstance(tail, PageSegment)
-    n, pages = codec.counts, tuple(page_room(form, base.shape[-1], base.itemsize) for form in codec.forms)
+    n, dim = codec.counts, base.shape[-1]
+    pages = tuple(page_room(form, dim, base.itemsize) for form in codec.forms)
+    rooms = codes.rooms(*tail.page_bytes(), dim) if codes.can_read(base.device, base.dtype, dim) else None
+    per_sm = codes.per_sm(rooms, dim, base.device) if rooms else 0
+    rooms = rooms if per_sm else None
     # Programs share what takes time: bytes, or instructions where these take longer.
-    of_forms = [effort(form, base.shape[-1]) * EFFORT for form in codec.forms] or [0]
+    if rooms:
+        instructions = codes.effort(n, codec.value_bits, dim) * codes.BYTES_OF_EFFORT
+    else:
+        of_forms = [effort(form, dim) * EFFORT for form in codec.forms] or [0]
+        instructions = np.take(of_forms, codec.form_of_heads)
     k, v = (page[0] for page in tail.page_bytes())
-    k = np.where(n.any(-1), np.maximum(k, np.take(of_forms, codec.form_of_heads) - v), 0)
-    signs = n[:, 0] | n[:, 1] << 10 | n[:, 2] << 20, n[:, 3] | n[:, 4] << 10 | codec.form_of_heads << 20
+    k = np.where(n.any(-1), np.maximum(k, instructions - v), 0)
+    of_v = codec.form_of_heads << 20 | np.array(codec.value_bits) << 26
+    signs = n[:, 0] | n[:, 1] << 10 | n[:, 2] << 20, n[:, 3] | n[:, 4] << 10 | of_v
 
     def config(tile_rows: int, few: bool) -> Config:
         # `banded.stages_of` says how many pages each form asks for ahead, so that all launches have one compiled kernel
         found = replace((PACKED_FEW if few else PACKED)[4], stages=3, slow=1.0)
+        if rooms:
+            found = replace(found, per_sm=per_sm, per_tile=1024)
         if tile_rows > 16:  # of which ptxas of CUDA 12.8 gives a thread 32 registers if it is not told
             found = replace(WIDE_PACKED, registers=255)
         return found if found.warps * max(pages, default=0) < SHARED else replace(found, warps=4)
@@ -173,6 +186,7 @@ def banded_kernels(store: Store) -> CodecKernels:
         share=1.0,
         config=config,
         move=_move_banded,
+        rooms=rooms,
         heads=np.stack([*(np.ceil(x / (PAGE * base.itemsize)) for x in (k, v)), *signs], -1).astype(np.int64),
     )
 
@@ -397,6 +411,12 @@ class Kernel(Plain):
         padded = triton.next_power_of_2(dim)
         partials, stats, done = self._scratch(chunks * most * rows, padded, chunks * batch * heads, q.device)
         out = torch.empty(batch, queries, q_heads, dim, dtype=q.dtype, device=q.device)
+        taken = Queries(q, position, q.stride(0), q.stride(1), q.stride(2), queries, scaling * LOG2_E)
+        results = Results(out, partials, stats, done)
+        if (of_warp := self._rooms(codec)) and group * queries <= codes.ROWS:
+            dependent = has_dependent_launch(q.device)
+            codes.launch(plan.programs, rows, of_warp, dependent, plan.table, layer_of(store), taken, results)
+            return out
         form = decode.Form(
             H=heads,
             GROUP=group,
@@ -419,8 +439,8 @@ class Kernel(Plain):
         decode.decode[(plan.programs, chunks)](
             layer_of(store),
             plan.table,
-            Queries(q, position, q.stride(0), q.stride(1), q.stride(2), queries, scaling * LOG2_E),
-            Results(out, partials, stats, done),
+            taken,
+            results,
             *weights,
             most,
             batch * heads,
@@ -449,7 +469,8 @@ class Kernel(Plain):
         few = int(parts[parts[:, work.Part.KIND] >= work.PROMPT, work.Part.TOKENS].sum()) < FEW * PAGE * programs
         config = self._config(codec, dim, 16, few)
         share = 1.0 if codec is None else codec.share
-        lines = work.cut(parts, programs, config.tile, share * config.slow, config.per_tile, config.piece)
+        tile = codes.tile(parts[:, work.Part.TOKENS], programs) if self._rooms(codec) else config.tile
+        lines = work.cut(parts, programs, tile, share * config.slow, config.per_tile, config.piece)
         if codec is not None and codec.heads is not None:
             _say(lines, work.Column, codec.heads[:, 2:])
         most = programs + work.PARTS * batch * heads  # every cut and every part begins at most one piece
@@ -464,6 +485,10 @@ class Kernel(Plain):
         plan = LaunchPlan(table, store.version, programs, even, values, codec, few, room)
         store.plan = plan
         return plan
+
+    def _rooms(self, codec: CodecKernels | None) -> tuple[int, int] | None:
+        """The memory of a warp of `codes`, where that kernel reads the middle."""
+        return codec.rooms if codec is not None and self.config is None else None
 
     def _config(self, codec: CodecKernels | None, dim: int, tile_rows: int, few: bool = False) -> Config:
         if codec is not None and (tile_rows > 16 or self.config is None):

@@ -1,6 +1,7 @@
 """The kernels over pages of bands, which read them and pack tokens into them, against plain forms: in Triton's
 interpreter on a CPU, on the device with `-m gpu`."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from tests.helpers.kernels import ON_GPU, check_decoding, check_moves, make_store, poisoned_memory  # noqa: F401
 
 from leank.eval.cache import compressed_cache  # isort: skip  (needs Triton, which the line above asks for)
-from leank.eval.cache.attention import work
+from leank.eval.cache.attention import codes, work
 from leank.eval.cache.attention.kernels import banded, packed
 from leank.eval.cache.attention.launch import EFFORT, Config, Kernel
 from leank.eval.cache.storage.banded import BANDS, MOST_FORMS, codecs, effort, forms
@@ -108,10 +109,10 @@ def test_the_work_of_a_head_is_its_bytes_or_its_instructions():
     for line in lines.tolist():
         k, v = line[work.Column.CHANNELS], line[work.Column.WIDTH]
         assert [k & 1023, k >> 10 & 1023, k >> 20, v & 1023, v >> 10 & 1023] == counts
-        assert v >> 20 == codec.form_of_heads[1]
+        assert (v >> 20 & 63, v >> 26) == (codec.form_of_heads[1], codec.value_bits[1])
     own = torch.tensor(codec.key_bits[1])
     assert counts == [int((own >= least).sum() - (own > most).sum()) for least, most in OF_COUNTS]
-    page = max(sum(page[0, 1] for page in store.prompt.page_bytes()), EFFORT * effort(codec.forms[v >> 20], 64))
+    page = max(sum(page[0, 1] for page in store.prompt.page_bytes()), EFFORT * effort(codec.forms[v >> 20 & 63], 64))
     assert plan.codec.heads[1, :2].sum() == pytest.approx(page / PAGE / 2, abs=2)
 
 
@@ -134,9 +135,63 @@ def test_a_layout_of_empty_heads_has_nothing_to_read():
     ids=str,
 )  # fmt: skip  (every line is compiled anew)
 def test_on_the_device(bits, dim, group, queries, dtype):
+    """The kernel in Triton, of which a config of its own asks for."""
     codec, sizes = codec_of(bits, dim, 4), Sizes(128, 256, 64)
     for programs in (0, 7):
-        check_decoding([0] * 4, dim, group, [3001, 1700, 700], sizes, dtype, queries, 2, None, programs, 0, bits=codec)
+        check_decoding([0] * 4, dim, group, [3001, 1700, 700], sizes, dtype, queries, 2, Config(), programs, 0, codec)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [*EACH, ALL, SOME], ids=str)
+@pytest.mark.parametrize(
+    ("dim", "group", "queries"),
+    [(128, 4, 1), (128, 7, 1), (128, 2, 3), (64, 1, 1), (64, 3, 2), (256, 8, 1), (256, 2, 1)],
+)
+def test_products_on_codes_on_the_device(bits, dim, group, queries):
+    """The kernel in CUDA. Rows with a middle in part, one without; programs for every multiprocessor, and few."""
+    codec = codec_of(bits, dim, 4)
+    for programs, sizes in ((0, Sizes(128, 256, 64)), (7, Sizes(3, 70, 64))):
+        lengths, seed = [3001, 1700, 700, sizes.sink + 5], programs
+        store = check_decoding(
+            [0] * 4, dim, group, lengths, sizes, torch.bfloat16, queries, 3, None, programs, seed, codec
+        )
+        fits = codes.per_sm(codes.rooms(*store.tail.page_bytes(), dim), dim, store.ring_k.device)
+        assert bool(store.plan.codec.rooms) == bool(fits)  # else the kernel in Triton has read it
+
+
+@pytest.mark.gpu
+def test_only_what_codes_can_read_is_left_to_it(monkeypatch):
+    """float16, heads of 96 channels, pages too large for a multiprocessor, and a PyTorch without NVRTC."""
+    device = torch.device("cuda", 0)
+    assert codes.can_read(device, torch.bfloat16, 128)
+    assert not codes.can_read(device, torch.float16, 128)
+    assert not codes.can_read(device, torch.bfloat16, 96)
+    assert codes.per_sm((4096, 4096), 128, device) == 2
+    assert codes.per_sm((65536, 65536), 256, device) == 0
+    monkeypatch.setattr(codes, "has_compiler", lambda: False)
+    assert not codes.can_read(device, torch.bfloat16, 128)
+
+
+def test_a_byte_is_a_number_as_it_lies():
+    """What `kernels/codes.cu` multiplies: the bits of a byte b are the bfloat16 number b 2^-133, of all bytes."""
+    byte = torch.arange(256)
+    assert (byte.to(torch.int16).view(torch.bfloat16).double() == byte.double() * 2.0**-133).all()
+
+
+def test_the_memory_of_a_warp_holds_the_largest_page():
+    """Of K and of V, and tiles of sink and window, in whole lines."""
+    codec = codec_of(ALL, 128, 4)
+    page = make_store([0] * 4, 128, [200], Sizes(0, 0, 64), DTYPE, bits=codec).tail.page_bytes()
+    for room, own in zip(codes.rooms(*page, 128), page, strict=True):
+        assert room % 128 == 0
+        assert max(own.max(), codes.LEAST) <= room < max(own.max(), codes.LEAST) + 128
+    assert codes.rooms(np.array([[0]]), np.array([[100]]), 256) == (8192, 8192)
+
+
+def test_parts_are_cut_where_every_warp_has_a_page():
+    """Where programs would have none, at half as many pages."""
+    assert codes.tile(np.array([5000, 700]), 12) == codes.WARPS * PAGE
+    assert codes.tile(np.array([5000, 700]), 13) == codes.WARPS * PAGE // 2
 
 
 @pytest.mark.gpu

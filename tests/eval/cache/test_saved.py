@@ -120,7 +120,7 @@ def test_another_model_mask_or_file_is_refused(file, tmp_path):
     ChannelMask(random_keep(1)).save(tmp_path / "mask")
     refused(
         tmp_path / "mask",
-        "is damaged or cut off: its header lacks 'leank-cache-6', and so save.. did not write it",
+        "is damaged or cut off: its header lacks 'leank-cache-7', and so save.. did not write it",
         model,
     )
 

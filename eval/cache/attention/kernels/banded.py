@@ -144,6 +144,20 @@ def _room(n):
 
 
 @triton.jit
+def _lines():
+    """The lines of `packed._tokens` in a half of a page of K, [HALF]; see `storage.banded.in_lines`."""
+    t = _tokens()
+    return t // 4 % 2 * 16 + t % 2 * 8 + t // 8 * 2 + t // 2 % 2
+
+
+@triton.jit
+def _tokens_of_lines():
+    """The tokens of the lines of a half of a page of K, [HALF]."""
+    line = tl.arange(0, HALF)
+    return line % 8 // 2 * 8 + line // 16 * 4 + line % 2 * 2 + line // 8 % 2
+
+
+@triton.jit
 def page_bytes(n, NUMBER: tl.constexpr, PAGE: tl.constexpr):
     """Bytes of a page of K, in which a number takes NUMBER bytes.
 
@@ -191,7 +205,7 @@ def _narrow(
     upper = page + HALF * 2 * lines
     cells = (upper + HALF * of_third).to(tl.pointer_type(tl.int32), bitcast=True)
     scales = (upper + HALF * of_third).to(tl.pointer_type(dtype), bitcast=True)
-    token, before = _tokens()[None, None, :], (left > 0)[:, None]
+    token, before = _lines()[None, None, :], (left > 0)[:, None]
     for j in tl.static_range(pieces_of(C, 4 * LINES)):
         row = tl.arange(0, LINES) + j * LINES
         there, held = before & (row < lines)[None, :], before & (row < of_third)[None, :]
@@ -223,7 +237,7 @@ def _even(
     for j in tl.static_range(pieces_of(C, LINES)):
         row = tl.arange(0, LINES) + j * LINES
         there = (left > 0)[:, None] & (row < room)[None, :]
-        at = start[:, None, None] + row[None, :, None] + (_tokens() * room)[None, None, :]
+        at = start[:, None, None] + row[None, :, None] + (_lines() * room)[None, None, :]
         codes = tl.load(page + at, mask=there[:, :, None], other=0)
         later = codes
         if BITS == 8:
@@ -240,7 +254,7 @@ def _whole(s, t, q, page, start, left, room, C: tl.constexpr):
     """Do what `_narrow` does for a band in 16 bits. page: address of the band in the first page, of numbers."""
     for j in tl.static_range(pieces_of(C, ROOM)):
         row = tl.arange(0, ROOM) + j * ROOM
-        at = start[:, None, None] + (_tokens() * room)[None, None, :] + row[None, :, None]
+        at = start[:, None, None] + (_lines() * room)[None, None, :] + row[None, :, None]
         there = ((left > 0)[:, None] & (row < room)[None, :])[:, :, None]
         first = tl.load(page + at, mask=there, other=0.0)
         later = tl.load(page + at + HALF * room, mask=there, other=0.0)
@@ -397,11 +411,11 @@ def read(
     """Tokens [first, last) of a part whose pages have bands; the form for one width is `packed.read`.
 
     count: channels in 16, 8 and 4 bits; width: narrow ones, those of them with 3, and the number of the head's form;
-        ten bits each, the lowest first
+        ten bits each, the lowest first, six for the form; behind it, the bits of V
     """
     N: tl.constexpr = 8 if F.ROWS <= 8 and acc.shape[0] == 16 else acc.shape[0]
     n = (count & 1023, (count >> 10) & 1023, count >> 20, width & 1023, (width >> 10) & 1023)
-    form = width >> 20
+    form = (width >> 20) & 63
     for i in tl.static_range(len(CODES.FORMS)):
         if form == i:
             a0, a1, a2, a3, top, sums = _sums(q_row, ok, index, layer, k_at, v_at, first, last, n, scale,
@@ -413,8 +427,8 @@ def read(
 
 @triton.jit
 def _due(ring, slots, oldest, index, channel, n, D: tl.constexpr):
-    """The 64 tokens of a group for the band's channels [R], as two halves [HALF, R]; zeros from channel n on."""
-    kept, t = channel < n, tl.arange(0, HALF)
+    """The tokens of a group in the order of lines, two halves [HALF, R], for channels [R]; zeros from channel n on."""
+    kept, t = channel < n, _tokens_of_lines()
     at = tl.load(index + channel, mask=kept, other=0)[None, :]
     first = tl.load(ring + ((oldest + t) % slots)[:, None] * D + at, mask=kept[None, :], other=0.0)
     return first, tl.load(ring + ((oldest + HALF + t) % slots)[:, None] * D + at, mask=kept[None, :], other=0.0)

@@ -1,0 +1,160 @@
+"""The kernel in CUDA that reads pages of bands (`kernels/codes.cu`): where it can run, its memory, and its launch.
+
+PyTorch compiles it with NVRTC, in a few seconds and once for a head's shape, whatever the layout. Elsewhere, and for
+more than 8 query rows of a KV head, `kernels.banded` reads the same pages.
+"""
+
+import ctypes
+import functools
+import struct
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.cuda import _utils as cuda
+
+from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
+from leank.eval.cache.storage.segment import PAGE, round_up
+
+DIMS = (64, 128, 256)  # channels of a head for which it can be compiled
+ROWS = 8  # query rows of a KV head, at most
+WARPS = 8  # of a program
+RESIDENT = 16  # warps of a multiprocessor, at most: so many have 128 registers a thread
+LEAST = 4096  # bytes of shared memory that a warp has for K, and for V: 16 tokens of sink or window, partial results
+SPARE = 2048  # bytes of a program's shared memory that the kernel names itself, or the system takes
+# Bytes of sink and window that a program reads in the time of an instruction of each warp; see `effort`.
+BYTES_OF_EFFORT = 11.0
+
+
+@functools.cache
+def has_compiler() -> bool:
+    """Whether PyTorch has NVRTC."""
+    try:
+        return torch.version.hip is None and cuda._get_gpu_rtc_library() is not None
+    except (AttributeError, OSError):
+        return False
+
+
+def can_read(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Whether the kernel reads layers of this kind: of bfloat16, on a GPU with its products."""
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and dtype == torch.bfloat16
+        and dim in DIMS
+        and has_compiler()
+    )
+
+
+def rooms(k: np.ndarray, v: np.ndarray, dim: int) -> tuple[int, int]:
+    """Bytes of shared memory that a warp has for K and for V; k, v: bytes of pages."""
+    of_k, of_v = (round_up(max(int(page.max(initial=0)), 32 * dim, LEAST), 128) for page in (k, v))
+    return of_k, of_v
+
+
+def memory(of_warp: tuple[int, int], dim: int) -> int:
+    """Bytes of shared memory of a program: what its warps have, queries as operands and as they are, and channels."""
+    return WARPS * sum(of_warp) + (dim // 16 + 3) * 256 + ROWS * dim * 2 + dim * 4
+
+
+def most_memory(device: torch.device) -> int:
+    """Bytes of shared memory of a program, at most."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+def per_sm(of_warp: tuple[int, int], dim: int, device: torch.device) -> int:
+    """Programs that fit a multiprocessor, with at most `RESIDENT` warps; 0 = none does."""
+    needed = memory(of_warp, dim) + SPARE
+    fit: int = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor // needed
+    return min(RESIDENT // WARPS, fit) if needed <= most_memory(device) else 0
+
+
+def tile(tokens: np.ndarray, programs: int) -> int:
+    """Tokens at whose multiples parts [P] are cut: a page for every warp, or half as many for few."""
+    whole = WARPS * PAGE
+    return whole if int((-(-tokens // whole)).sum()) >= programs else whole // 2
+
+
+def effort(counts: np.ndarray, value_bits: Sequence[int], dim: int) -> np.ndarray:
+    """Instructions of a warp for a page of heads, about, [H]; counts: [H, 5] of `Banded.counts`."""
+    whole, eight, four, narrow, third = (-(-counts // 16)).T
+    of_keys = 40 * whole + 69 * eight + 59 * four + 71 * narrow + 21 * third
+    of_values = {16: 250, 8: 330, 4: 340, 3: 480, 2: 340}
+    return 300 + of_keys + np.array([of_values[bits] for bits in value_bits]) * dim // 128
+
+
+@functools.cache
+def compiled(dim: int, group: int, rows: int, device: torch.device) -> Any:
+    """The kernel for heads of `dim` channels and `rows` query rows, on a device."""
+    source = (files("leank.eval.cache.attention.kernels") / "codes.cu").read_text()
+    sizes = {"D": dim, "GROUP": group, "ROWS": rows, "WARPS": WARPS}
+    with torch.cuda.device(device):
+        options = ["-std=c++17", *(f"-D{name}={n}" for name, n in sizes.items())]
+        kernel = torch.cuda._compile_kernel(source, "decode", nvcc_options=options)
+        kernel.set_shared_memory_config(most_memory(device) - SPARE)
+    return kernel
+
+
+class Attribute(ctypes.Structure):
+    """CUDA's CUlaunchAttribute, with a number as its value."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUDA's CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("x", "y", "z", "threads_x", "threads_y", "threads_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("number", ctypes.c_uint),
+    )
+
+
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, which PyTorch's own launch does not set
+DEPENDENT = Attribute(id=6, value=1)
+
+
+def launch(
+    programs: int, rows: int, of_warp: tuple[int, int], dependent: bool, table: Tensor, layer: Layer, queries: Queries,
+    results: Results,
+) -> None:  # fmt: skip
+    """Run the kernel over a work table.
+
+    rows: query rows of a KV head for which there is room; of_warp: of `rooms`
+    dependent: whether to use programmatic dependent launch
+    """
+    device, (_, heads, dim) = queries.q.device, layer.index.shape
+    tensors = (
+        *(layer.base, table, layer.index, layer.seen, layer.start, layer.tail, queries.q, queries.position),
+        *(results.out, results.partial, results.stat, results.done),
+    )
+    (scaling,) = struct.unpack("<i", struct.pack("<f", queries.scale))
+    numbers = (
+        layer.index_b,
+        queries.q_b,
+        queries.q_h,
+        queries.q_t,
+        queries.tokens,
+        layer.slots,
+        heads,
+        *of_warp,
+        scaling,
+    )
+    values = [*(ctypes.c_void_p(x.data_ptr()) for x in tensors), *map(ctypes.c_int, numbers)]
+    addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+    config = LaunchConfig(
+        *(programs, 1, 1, 32 * WARPS, 1, 1, memory(of_warp, dim)),
+        torch.cuda.current_stream(device).cuda_stream,
+        ctypes.pointer(DEPENDENT),
+        int(dependent),
+    )
+    kernel = compiled(dim, queries.q.shape[1] // heads, rows, device)
+    with torch.cuda.device(device):
+        run = cuda._get_gpu_runtime_library().cuLaunchKernelEx
+        cuda._check_cuda(run(ctypes.byref(config), kernel.func, addresses, None))
