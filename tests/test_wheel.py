@@ -60,7 +60,7 @@ def test_the_top_level_is_ours_alone(wheel):
 def test_every_file_of_the_packages_is_in_it(wheel):
     """Code, configurations and texts; the models' weights are a package of their own."""
     tracked = subprocess.check_output(["git", "ls-files", "leank", "leank_train", *PACKAGES], cwd=ROOT, text=True)
-    kinds = (".py", ".yaml", ".json", ".txt", ".safetensors", ".pth")
+    kinds = (".py", ".cu", ".yaml", ".json", ".txt", ".safetensors", ".pth")
     left_out = re.compile(r"assets/reference|smollm2/.*_seed\d[23]\.")  # models, and all seeds but one
     wanted = {name for name in tracked.split("\n") if name.endswith(kinds) and not left_out.search(name)}
     inside = {f"leank/{name}" if name.startswith(PACKAGES) else name for name in wanted}

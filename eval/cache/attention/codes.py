@@ -30,12 +30,17 @@ BYTES_OF_EFFORT = 11.0
 
 
 @functools.cache
-def has_compiler() -> bool:
-    """Whether PyTorch has NVRTC."""
-    try:
-        return torch.version.hip is None and cuda._get_gpu_rtc_library() is not None
-    except (AttributeError, OSError):
-        return False
+def compiler() -> ctypes.CDLL | None:
+    """NVRTC, which comes with PyTorch's CUDA builds; None = there is none."""
+    if not torch.version.cuda:
+        return None
+    for prepare in (lambda: None, getattr(torch, "_preload_cuda_deps", lambda: None)):
+        try:
+            prepare()  # PyTorch loads the libraries of its own packages only where it does not find them otherwise
+            return cuda._get_gpu_rtc_library()
+        except (AttributeError, OSError, ValueError):
+            continue
+    return None
 
 
 def can_read(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
@@ -45,7 +50,7 @@ def can_read(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
         and torch.cuda.get_device_capability(device) >= (8, 0)
         and dtype == torch.bfloat16
         and dim in DIMS
-        and has_compiler()
+        and compiler() is not None
     )
 
 
@@ -87,14 +92,42 @@ def effort(counts: np.ndarray, value_bits: Sequence[int], dim: int) -> np.ndarra
     return 300 + of_keys + np.array([of_values[bits] for bits in value_bits]) * dim // 128
 
 
+def cubin(nvrtc: ctypes.CDLL, capability: tuple[int, int], dim: int, group: int, rows: int) -> bytes:
+    """The kernel for heads of `dim` channels and `rows` query rows, compiled. Raises RuntimeError with NVRTC's log."""
+    source = (files("leank.eval.cache.attention.kernels") / "codes.cu").read_bytes()
+    sizes = {"D": dim, "GROUP": group, "ROWS": rows, "WARPS": WARPS}
+    options = [
+        "--gpu-architecture=sm_{}{}".format(*capability),
+        "-std=c++17",
+        *(f"-D{k}={n}" for k, n in sizes.items()),
+    ]
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+
+    def text(kind: str) -> bytes:
+        getattr(nvrtc, f"nvrtcGet{kind}Size")(program, ctypes.byref(size))
+        found = ctypes.create_string_buffer(size.value)
+        getattr(nvrtc, f"nvrtcGet{kind}")(program, found)
+        return found.raw
+
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"codes.cu", 0, None, None)
+    try:
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if nvrtc.nvrtcCompileProgram(program, len(options), given):
+            raise RuntimeError(f"NVRTC cannot compile codes.cu: {text('ProgramLog').decode(errors='replace')}")
+        return text("CUBIN")
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
 @functools.cache
 def compiled(dim: int, group: int, rows: int, device: torch.device) -> Any:
-    """The kernel for heads of `dim` channels and `rows` query rows, on a device."""
-    source = (files("leank.eval.cache.attention.kernels") / "codes.cu").read_text()
-    sizes = {"D": dim, "GROUP": group, "ROWS": rows, "WARPS": WARPS}
+    """The kernel on a device; see `cubin`."""
+    nvrtc = compiler()
+    assert nvrtc is not None
     with torch.cuda.device(device):
-        options = ["-std=c++17", *(f"-D{name}={n}" for name, n in sizes.items())]
-        kernel = torch.cuda._compile_kernel(source, "decode", nvcc_options=options)
+        binary = cubin(nvrtc, torch.cuda.get_device_capability(device), dim, group, rows)
+        module: Any = cuda._cuda_load_module(binary, ["decode"])
+        kernel = module["decode"]
         kernel.set_shared_memory_config(most_memory(device) - SPARE)
     return kernel
 

@@ -1,6 +1,8 @@
 """The kernels over pages of bands, which read them and pack tokens into them, against plain forms: in Triton's
 interpreter on a CPU, on the device with `-m gpu`."""
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -168,8 +170,22 @@ def test_only_what_codes_can_read_is_left_to_it(monkeypatch):
     assert not codes.can_read(device, torch.bfloat16, 96)
     assert codes.per_sm((4096, 4096), 128, device) == 2
     assert codes.per_sm((65536, 65536), 256, device) == 0
-    monkeypatch.setattr(codes, "has_compiler", lambda: False)
+    monkeypatch.setattr(codes, "compiler", lambda: None)
     assert not codes.can_read(device, torch.bfloat16, 128)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+@pytest.mark.parametrize("dim", codes.DIMS)
+def test_codes_are_compiled(dim, capability):
+    """Without a GPU, where NVRTC is installed."""
+    try:
+        nvrtc = codes.compiler() or ctypes.CDLL("libnvrtc.so.13")
+    except OSError:
+        pytest.skip("needs NVRTC")
+    for group, rows in ((4, 4), (3, 8)):
+        assert codes.cubin(nvrtc, capability, dim, group, rows)[:4] == b"\x7fELF"
+    with pytest.raises(RuntimeError, match="NVRTC cannot compile codes"):
+        codes.cubin(nvrtc, capability, 0, 1, 1)
 
 
 def test_a_byte_is_a_number_as_it_lies():
