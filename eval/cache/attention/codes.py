@@ -1,13 +1,14 @@
 """The kernel in CUDA that reads pages of bands (`kernels/codes.cu`): where it can run, its memory, and its launch.
 
-PyTorch compiles it with NVRTC, in a few seconds and once for a head's shape, whatever the layout. Elsewhere, and for
-more than 8 query rows of a KV head, `kernels.banded` reads the same pages.
+NVRTC compiles it, in a few seconds and once for a head's shape, whatever the layout. Elsewhere, and for more than 8
+query rows of a KV head, `kernels.banded` reads the same pages.
 """
 
 import ctypes
 import functools
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 
@@ -35,23 +36,34 @@ def compiler() -> ctypes.CDLL | None:
     if not torch.version.cuda:
         return None
     for prepare in (lambda: None, getattr(torch, "_preload_cuda_deps", lambda: None)):
-        try:
+        with suppress(OSError, ValueError):  # of a package that is not there; NVRTC's own may be loaded by then
             prepare()  # PyTorch loads the libraries of its own packages only where it does not find them otherwise
+        with suppress(AttributeError, OSError):
             return cuda._get_gpu_rtc_library()
-        except (AttributeError, OSError, ValueError):
-            continue
     return None
+
+
+def compiles(nvrtc: ctypes.CDLL, capability: tuple[int, int]) -> bool:
+    """Whether NVRTC knows GPUs of this compute capability: it may be older than the GPU, for which Triton compiles."""
+    number = ctypes.c_int()
+    nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(number))
+    known = (ctypes.c_int * number.value)()
+    nvrtc.nvrtcGetSupportedArchs(known)
+    return 10 * capability[0] + capability[1] in known
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    """CUDA's driver, which PyTorch would look up anew for every launch."""
+    return cuda._get_gpu_runtime_library()
 
 
 def can_read(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     """Whether the kernel reads layers of this kind: of bfloat16, on a GPU with its products."""
-    return (
-        device.type == "cuda"
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-        and dtype == torch.bfloat16
-        and dim in DIMS
-        and compiler() is not None
-    )
+    if device.type != "cuda" or dtype != torch.bfloat16 or dim not in DIMS or (nvrtc := compiler()) is None:
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    return capability >= (8, 0) and compiles(nvrtc, capability)
 
 
 def rooms(k: np.ndarray, v: np.ndarray, dim: int) -> tuple[int, int]:
@@ -189,5 +201,4 @@ def launch(
     )
     kernel = compiled(dim, queries.q.shape[1] // heads, rows, device)
     with torch.cuda.device(device):
-        run = cuda._get_gpu_runtime_library().cuLaunchKernelEx
-        cuda._check_cuda(run(ctypes.byref(config), kernel.func, addresses, None))
+        cuda._check_cuda(driver().cuLaunchKernelEx(ctypes.byref(config), kernel.func, addresses, None))

@@ -7,7 +7,7 @@ bits. A page of V is KIVI's page of the head's width, or [D, 64] of plain number
 The narrow band has two *planes*: the lower two bits of all channels, then the third bit of those that have one, which
 come first. Channel c lies in line c // 4. A thread that multiplies has both planes' bits of its lines:
 
-    lower bits  [32, 2, C / 4]  a byte for channels c and c + 2 of a line, and for tokens t and t + 32
+    lower bits  [32, 2, C / 4]  a byte for channels 0 and 1 of a line, or 2 and 3, and for tokens t and t + 32
     third bit   [32, C3 / 4]    a byte for the four channels of a line, and for tokens t and t + 32
     scales      as in `quantised`, of the lines' channels 0, then 2, 1 and 3: in the order of bits
 

@@ -122,11 +122,11 @@ DEVICE void wait_for(u32 bar, u32 phase) {
   asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }"
                :: "r"(bar), "r"(phase) : "memory");
 }
-// Before the copy engine writes where ordinary instructions wrote.
 // The previous kernel has ended, and the next one's blocks may start, where that is for programs to say.
 DEVICE void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
 }
+// Before the copy engine writes where ordinary instructions wrote.
 DEVICE void hand_over() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #else
 DEVICE void open_barrier(u32 bar) {}
