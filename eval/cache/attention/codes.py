@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.cuda import _utils as cuda
 
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
+from leank.eval.cache.storage.middle import HEAD_DIMS
 from leank.eval.cache.storage.segment import PAGE, round_up
 
-DIMS = (64, 128, 256)  # channels of a head for which it can be compiled
 ROWS = 8  # query rows of a KV head, at most
 WARPS = 8  # of a program
 RESIDENT = 16  # warps of a multiprocessor, at most: so many have 128 registers a thread
@@ -60,15 +60,15 @@ def driver() -> ctypes.CDLL:
 
 def can_read(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     """Whether the kernel reads layers of this kind: of bfloat16, on a GPU with its products."""
-    if device.type != "cuda" or dtype != torch.bfloat16 or dim not in DIMS or (nvrtc := compiler()) is None:
+    if device.type != "cuda" or dtype != torch.bfloat16 or dim not in HEAD_DIMS or (nvrtc := compiler()) is None:
         return False
     capability = torch.cuda.get_device_capability(device)
     return capability >= (8, 0) and compiles(nvrtc, capability)
 
 
-def rooms(k: np.ndarray, v: np.ndarray, dim: int) -> tuple[int, int]:
+def rooms(k: np.ndarray, v: np.ndarray) -> tuple[int, int]:
     """Bytes of shared memory that a warp has for K and for V; k, v: bytes of pages."""
-    of_k, of_v = (round_up(max(int(page.max(initial=0)), 32 * dim, LEAST), 128) for page in (k, v))
+    of_k, of_v = (round_up(max(int(page.max(initial=0)), LEAST), 128) for page in (k, v))
     return of_k, of_v
 
 
@@ -181,15 +181,8 @@ def launch(
     )
     (scaling,) = struct.unpack("<i", struct.pack("<f", queries.scale))
     numbers = (
-        layer.index_b,
-        queries.q_b,
-        queries.q_h,
-        queries.q_t,
-        queries.tokens,
-        layer.slots,
-        heads,
-        *of_warp,
-        scaling,
+        *(layer.index_b, queries.q_b, queries.q_h, queries.q_t, queries.tokens, layer.slots, heads),
+        *(*of_warp, scaling),
     )
     values = [*(ctypes.c_void_p(x.data_ptr()) for x in tensors), *map(ctypes.c_int, numbers)]
     addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))

@@ -157,7 +157,7 @@ def banded_kernels(store: Store) -> CodecKernels:
     assert isinstance(tail, PageSegment)
     n, dim = codec.counts, base.shape[-1]
     pages = tuple(page_room(form, dim, base.itemsize) for form in codec.forms)
-    rooms = codes.rooms(*tail.page_bytes(), dim) if codes.can_read(base.device, base.dtype, dim) else None
+    rooms = codes.rooms(*tail.page_bytes()) if codes.can_read(base.device, base.dtype, dim) else None
     per_sm = codes.per_sm(rooms, dim, base.device) if rooms else 0
     rooms = rooms if per_sm else None
     # Programs share what takes time: bytes, or instructions where these take longer.

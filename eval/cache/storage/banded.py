@@ -12,9 +12,9 @@ come first. Channel c lies in line c // 4. A thread that multiplies has both pla
     scales      as in `quantised`, of the lines' channels 0, then 2, 1 and 3: in the order of bits
 
 C and C3 are the channels with 2 bits or more, and with 3, rounded up to 16. The tokens of a page of K are in an order
-of their own (`in_lines`), in which those that are multiplied at the same time lie side by side. The kernel in Triton is
-compiled for a few *forms*: the room of every band, in steps that a GPU multiplies, and the bits of V. It reads a head
-by the first form that has room. The one in CUDA reads all.
+of their own (`tokens_in_lines`), in which those that are multiplied at the same time lie side by side. The kernel in
+Triton is compiled for a few *forms*: the room of every band, in steps that a GPU multiplies, and the bits of V. It
+reads a head by the first form that has room. The one in CUDA reads all.
 
     K of a head with 20 channels at 16 bits, 32 at 4, 16 at 3 and 16 at 2, in bfloat16:
     | 64 x 32 numbers | codes of 32 | scales of 32 | lower bits of 32 | third of 16 | scales of 32 |
@@ -39,7 +39,7 @@ from leank.eval.cache.storage.segment import PAGE, Count, Extent, round_up
 from leank.precision import GROUP, ROOM, WHOLE, Precision, value_group
 
 
-def in_lines(x: Tensor) -> Tensor:
+def tokens_in_lines(x: Tensor) -> Tensor:
     """The tokens of a page of K, axis -2 of x [..., 64, d], in the order of its lines.
 
     Lines 16 w + 8 e + 2 i + b of a half hold its tokens 8 i + 4 w + 2 b + e. So the eight lines that a product takes at
@@ -48,8 +48,8 @@ def in_lines(x: Tensor) -> Tensor:
     return x.unflatten(-2, (2, 4, 2, 2, 2)).transpose(-5, -4).transpose(-4, -2).transpose(-3, -2).flatten(-6, -2)
 
 
-def from_lines(x: Tensor) -> Tensor:
-    """The tokens of which `in_lines` made lines."""
+def tokens_from_lines(x: Tensor) -> Tensor:
+    """The tokens of which `tokens_in_lines` made lines."""
     return x.unflatten(-2, (2, 2, 2, 4, 2)).transpose(-3, -2).transpose(-4, -2).transpose(-5, -4).flatten(-6, -2)
 
 
@@ -69,12 +69,12 @@ class Whole(PageCodec):
         return (channels * 0, round_up(channels, ROOM) * size), (0, head_dim * size)
 
     def pack(self, codes: Tensor, numbers: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
-        lines = pad(in_lines(numbers), (0, -numbers.shape[-1] % ROOM)) if keys else numbers.mT
+        lines = pad(tokens_in_lines(numbers), (0, -numbers.shape[-1] % ROOM)) if keys else numbers.mT
         return codes.flatten(-2), lines.flatten(-2)
 
     def unpack(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> tuple[Tensor, Tensor]:
         if keys:
-            found = from_lines(numbers.unflatten(-1, (PAGE, round_up(dim, ROOM))))[..., :dim]
+            found = tokens_from_lines(numbers.unflatten(-1, (PAGE, round_up(dim, ROOM))))[..., :dim]
         else:
             found = numbers.unflatten(-1, (dim, PAGE)).mT
         return codes[..., None, :].expand(*codes.shape[:-1], PAGE, 0), found
@@ -87,11 +87,11 @@ class Even(Packing):
     """A band of channels of K in 8 or 4 bits."""
 
     def pack(self, codes: Tensor, numbers: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
-        return super().pack(in_lines(codes), numbers, keys)
+        return super().pack(tokens_in_lines(codes), numbers, keys)
 
     def unpack(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> tuple[Tensor, Tensor]:
         found, scales = super().unpack(codes, numbers, dim, keys)
-        return from_lines(found), scales
+        return tokens_from_lines(found), scales
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Narrow(PageCodec):
     def pack(self, codes: Tensor, numbers: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
         """Planes of whole pages."""
         spare = -self.channels % ROOM
-        codes, scales = pad(in_lines(codes), (0, spare)), pad(numbers, (0, 0, 0, spare)).mT
+        codes, scales = pad(tokens_in_lines(codes), (0, spare)), pad(numbers, (0, 0, 0, spare)).mT
         parts = (codes & 3, 2), (codes[..., : round_up(self.third, ROOM)] >> 2 & 1, 1)
         planes = [fold(_in_lines(part), K_FOLDS[bits]).flatten(-2) for part, bits in parts]
         return torch.cat(planes, -1), _in_lines(scales).mT.unflatten(-2, (-1, 2)).mT.flatten(-4)
@@ -138,7 +138,7 @@ class Narrow(PageCodec):
         )
         lower[..., : third.shape[-1]] |= third << 2
         scales = numbers.unflatten(-1, (1, -1, 2, 2)).mT.flatten(-3, -2)
-        return from_lines(lower)[..., :dim], _from_lines(scales.mT).mT[..., :dim, :]
+        return tokens_from_lines(lower)[..., :dim], _from_lines(scales.mT).mT[..., :dim, :]
 
 
 def _in_lines(x: Tensor) -> Tensor:

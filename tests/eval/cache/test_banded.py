@@ -13,7 +13,7 @@ from transformers import Cache
 from leank import ChannelMask, compressed_cache
 from leank.eval.cache import CompressedCache, Sizes, bytes_per_row
 from leank.eval.cache.hook import ATTENTION
-from leank.eval.cache.storage.banded import codecs, from_lines, in_lines
+from leank.eval.cache.storage.banded import codecs, tokens_from_lines, tokens_in_lines
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.segment import Extent
@@ -49,9 +49,9 @@ def test_lines_of_keys_are_in_the_order_of_products():
     """Line 16 w + 8 e + 2 i + b of a half holds token 8 i + 4 w + 2 b + e, and back."""
     token = torch.arange(64)
     half, w, e, i, b = token // 32, token // 16 % 2, token // 8 % 2, token // 2 % 4, token % 2
-    lines = in_lines(token[:, None])
+    lines = tokens_in_lines(token[:, None])
     assert (lines[:, 0] == 32 * half + 8 * i + 4 * w + 2 * b + e).all()
-    assert (from_lines(lines)[:, 0] == token).all()
+    assert (tokens_from_lines(lines)[:, 0] == token).all()
 
 
 @settings(max_examples=15, derandomize=True)

@@ -18,6 +18,7 @@ from leank.eval.cache.attention import codes, work
 from leank.eval.cache.attention.kernels import banded, packed
 from leank.eval.cache.attention.launch import EFFORT, Config, Kernel
 from leank.eval.cache.storage.banded import BANDS, MOST_FORMS, codecs, effort, forms
+from leank.eval.cache.storage.middle import HEAD_DIMS
 from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.models import ModelConfig, load_model
@@ -149,7 +150,7 @@ def test_on_the_device(bits, dim, group, queries, dtype):
 @pytest.mark.parametrize("bits", [*EACH, ALL, SOME], ids=str)
 @pytest.mark.parametrize(
     ("dim", "group", "queries"),
-    [(128, 4, 1), (128, 7, 1), (128, 2, 3), (64, 1, 1), (64, 3, 2), (256, 8, 1), (256, 2, 1)],
+    [(128, 4, 1), (128, 7, 1), (128, 2, 3), (64, 1, 1), (64, 3, 2), (128, 8, 1), (64, 2, 1)],
 )
 def test_products_on_codes_on_the_device(bits, dim, group, queries, monkeypatch):
     """The kernel in CUDA. Rows with a middle in part, one without; programs for every multiprocessor, and few."""
@@ -161,7 +162,7 @@ def test_products_on_codes_on_the_device(bits, dim, group, queries, monkeypatch)
         store = check_decoding(
             [0] * 4, dim, group, lengths, sizes, torch.bfloat16, queries, 3, None, programs, seed, codec
         )
-        fits = codes.per_sm(codes.rooms(*store.tail.page_bytes(), dim), dim, store.ring_k.device)
+        fits = codes.per_sm(codes.rooms(*store.tail.page_bytes()), dim, store.ring_k.device)
         assert bool(launches) == bool(fits)  # else the kernel in Triton has read it
 
 
@@ -173,13 +174,13 @@ def test_only_what_codes_can_read_is_left_to_it(monkeypatch):
     assert not codes.can_read(device, torch.float16, 128)
     assert not codes.can_read(device, torch.bfloat16, 96)
     assert codes.per_sm((4096, 4096), 128, device) == 2
-    assert codes.per_sm((65536, 65536), 256, device) == 0
+    assert codes.per_sm((65536, 65536), 128, device) == 0
     monkeypatch.setattr(codes, "compiler", lambda: None)
     assert not codes.can_read(device, torch.bfloat16, 128)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
-@pytest.mark.parametrize("dim", codes.DIMS)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_codes_are_compiled(dim, capability):
     """Without a GPU, where NVRTC is installed beside a PyTorch for CPUs."""
     packages = Path(sysconfig.get_path("purelib"))
@@ -204,10 +205,10 @@ def test_the_memory_of_a_warp_holds_the_largest_page():
     """Of K and of V, and tiles of sink and window, in whole lines."""
     codec = codec_of(ALL, 128, 4)
     page = make_store([0] * 4, 128, [200], Sizes(0, 0, 64), DTYPE, bits=codec).tail.page_bytes()
-    for room, own in zip(codes.rooms(*page, 128), page, strict=True):
+    for room, own in zip(codes.rooms(*page), page, strict=True):
         assert room % 128 == 0
         assert max(own.max(), codes.LEAST) <= room < max(own.max(), codes.LEAST) + 128
-    assert codes.rooms(np.array([[0]]), np.array([[100]]), 256) == (8192, 8192)
+    assert codes.rooms(np.array([[0]]), np.array([[100]])) == (codes.LEAST, codes.LEAST)
 
 
 def test_parts_are_cut_where_every_warp_has_a_page():

@@ -145,7 +145,7 @@ def _room(n):
 
 @triton.jit
 def _lines():
-    """The lines of `packed._tokens` in a half of a page of K, [HALF]; see `storage.banded.in_lines`."""
+    """The lines of `packed._tokens` in a half of a page of K, [HALF]; see `storage.banded.tokens_in_lines`."""
     t = _tokens()
     return t // 4 % 2 * 16 + t % 2 * 8 + t // 8 * 2 + t // 2 % 2
 

@@ -24,7 +24,7 @@ its bytes 0 and 2 are a pair of columns, its bytes 1 and 3 the pair 8 later. Til
 
     token 32 (w / 2) + 4 (w % 2) + 8 (g / 2) + 2 (g % 2)  in row g,  and the token after it in row g + 8
 
-Compiled for D channels of a head (64, 128 or 256), GROUP query heads for each KV head, ROWS query rows of a program, at
+Compiled for D channels of a head (64 or 128), GROUP query heads for each KV head, ROWS query rows of a program, at
 most 8, and WARPS warps. */
 
 typedef unsigned char u8;
