@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.cuda import _utils as cuda
 
+from leank.eval.cache.attention import work
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
 from leank.eval.cache.storage.middle import HEAD_DIMS
 from leank.eval.cache.storage.segment import PAGE, round_up
@@ -104,9 +105,17 @@ def effort(counts: np.ndarray, value_bits: Sequence[int], dim: int) -> np.ndarra
     return 300 + of_keys + np.array([of_values[bits] for bits in value_bits]) * dim // 128
 
 
+def schedule() -> str:
+    """Declarations of the work table for the kernel: kinds of parts, columns and their number, from `work`."""
+    kinds = ("SINK", "WINDOW", "PROMPT", "TAIL")
+    names = {name: getattr(work, name) for name in kinds} | {column.name: column.value for column in work.Column}
+    return f"enum {{ {', '.join(f'{name} = {n}' for name, n in names.items())}, FIELDS = {work.FIELDS} }};\n#line 1\n"
+
+
 def cubin(nvrtc: ctypes.CDLL, capability: tuple[int, int], dim: int, group: int, rows: int) -> bytes:
     """The kernel for heads of `dim` channels and `rows` query rows, compiled. Raises RuntimeError with NVRTC's log."""
-    source = (files("leank.eval.cache.attention.kernels") / "codes.cu").read_bytes()
+    kernel = (files("leank.eval.cache.attention.kernels") / "codes.cu").read_text(encoding="utf-8")
+    source = (schedule() + kernel).encode()
     sizes = {"D": dim, "GROUP": group, "ROWS": rows, "WARPS": WARPS}
     options = [
         "--gpu-architecture=sm_{}{}".format(*capability),

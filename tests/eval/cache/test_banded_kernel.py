@@ -2,6 +2,7 @@
 interpreter on a CPU, on the device with `-m gpu`."""
 
 import ctypes
+import re
 import sysconfig
 from pathlib import Path
 
@@ -177,6 +178,16 @@ def test_only_what_codes_can_read_is_left_to_it(monkeypatch):
     assert codes.per_sm((65536, 65536), 128, device) == 0
     monkeypatch.setattr(codes, "compiler", lambda: None)
     assert not codes.can_read(device, torch.bfloat16, 128)
+
+
+def test_codes_have_the_columns_of_the_work_table():
+    """The kernel in CUDA declares none of its own, so that a column that moves moves in both."""
+    kinds = dict(SINK=work.SINK, WINDOW=work.WINDOW, PROMPT=work.PROMPT, TAIL=work.TAIL, FIELDS=work.FIELDS)
+    expected = kinds | {column.name: int(column) for column in work.Column}
+    declared = {name: int(number) for name, number in re.findall(r"(\w+) = (\d+)", codes.schedule())}
+    assert declared == expected
+    source = (Path(codes.__file__).parent / "kernels" / "codes.cu").read_text(encoding="utf-8")
+    assert not re.search(rf"\b({'|'.join(expected)})\b\s*=[^=]|\benum\b", source)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)

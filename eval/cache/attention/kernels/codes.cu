@@ -25,18 +25,17 @@ its bytes 0 and 2 are a pair of columns, its bytes 1 and 3 the pair 8 later. Til
     token 32 (w / 2) + 4 (w % 2) + 8 (g / 2) + 2 (g % 2)  in row g,  and the token after it in row g + 8
 
 Compiled for D channels of a head (64 or 128), GROUP query heads for each KV head, ROWS query rows of a program, at
-most 8, and WARPS warps. */
+most 8, and WARPS warps. The columns of the work table, FIELDS and the kinds of parts are declared before this file by
+`codes.schedule`. */
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
 
-constexpr int PAGE = 64, THREADS = 32 * WARPS, FIELDS = 14, CELL = 64;
+constexpr int PAGE = 64, THREADS = 32 * WARPS, CELL = 64;
 constexpr int TILES = D / 16, GROUPS = D / CELL;
 constexpr int ENDS = 16;  // tokens of sink and window that a warp reads at a time
-enum { SINK, WINDOW, PROMPT, TAIL };
-enum { KIND, ROW, HEAD, FIRST, LAST, K_START, V_START, CHANNELS, FRESH, PARTIALS, NUMBER, FIRST_NUMBER, NEXT, WIDTH };
 
 // Units. Queries are multiplied by 2^90 before they meet codes, so that logits come 2^-43 times as large; those that
 // meet numbers are multiplied by that. Weights likewise. Products of 2^37 and more of a query or weight with a scale or
