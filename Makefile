@@ -1,7 +1,7 @@
 # make demo   learn a 70% mask for the reference model on a CPU and compare it, in minutes
 # make test   the default test suite, a process per core
 # make lint   ruff, mypy, spelling
-# make families   every causal decoder of transformers as a tiny model, then docs/families.md: minutes
+# make families   every causal decoder of transformers as a tiny model, then docs/use/families.md: minutes
 # make docs   the pages and the API reference, into site/
 # make vllm   vLLM with the plug-in, into .venv-vllm/; make vllm-test tests it there
 PYTHON ?= python3
@@ -47,7 +47,7 @@ lint: $(VENV)/installed
 
 families: $(VENV)/installed
 	@$(BIN)/python -m pytest -q tests/eval/cache/test_families.py tests/leank_train/objective/test_plain_form.py -k "not page"
-	@$(BIN)/python -m tests.helpers.walk docs/families.md
+	@$(BIN)/python -m tests.helpers.walk docs/use/families.md
 
 docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

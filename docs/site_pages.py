@@ -8,13 +8,13 @@ from typing import Any
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#|mailto:)([^)\s]+)\)")
 
 
-def of_site(text: str) -> str:
+def of_site(text: str, up: str) -> str:
     """A page of the repository's root as a page of docs/: links into docs/ stay, those to other files become text."""
-    text = re.sub(r'(src|srcset|href)="docs/', r'\1="', text)
-    text = text.replace("](docs/", "](site:").replace("](CONTRIBUTING.md", "](site:contributing.md")
-    text = text.replace("](CHANGELOG.md", "](site:changelog.md")
+    text = re.sub(r'(src|srcset|href)="docs/', rf'\1="{up}', text)
+    text = text.replace("](docs/", "](site:").replace("](CONTRIBUTING.md", "](site:extend/contributing.md")
+    text = text.replace("](CHANGELOG.md", "](site:reference/changelog.md")
     text = LINK.sub(lambda link: link.group(0) if link.group(2).startswith("site:") else link.group(1), text)
-    return text.replace("](site:", "](")
+    return text.replace("](site:", f"]({up}")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -23,4 +23,4 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if not found:
         return markdown
     with open(found.group(1), encoding="utf-8") as file:
-        return of_site(file.read())
+        return of_site(file.read(), "../" * page.file.src_uri.count("/"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import wandb_workspaces.workspaces as workspaces
 
-# section -> panels (kind, title, keys); docs/dashboards.md lists the keys, a test holds them to what is logged
+# section -> panels (kind, title, keys); docs/train/dashboards.md lists the keys, a test holds them to what is logged
 PANELS: dict[str, list[tuple[str, str, list[str]]]] = {
     "Training": [
         ("line", "Distillation, stage 1", ["stage1/distillation"]),

@@ -1,4 +1,4 @@
-"""docs/extend.md: each of its files, put where the page says, is found there and does what it says."""
+"""docs/extend/index.md: each of its files, put where the page says, is found there and does what it says."""
 
 import importlib
 import json
@@ -23,7 +23,7 @@ from tests import ROOT
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, tiny_model
 from tests.helpers.composed import evaluation
 
-PAGE = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/extend/index.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"^`([\w/]+\.py)`:\n\n```python\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE))
 SIZES = {"sink": 2, "window": 6}
 

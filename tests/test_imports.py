@@ -1,6 +1,6 @@
 """Imports go one way, between packages, between the rooms of a package, and between files; nothing goes in a circle.
 
-The rooms and their layers are read from docs/architecture.md. Every import counts: those inside functions and those
+The rooms and their layers are read from docs/understand/architecture.md. Every import counts: those inside functions and those
 for types alone, too.
 """
 
@@ -25,7 +25,7 @@ FORBIDDEN = {
 
 def layers():
     """{package: its floors from the top one down, each a set of rooms}."""
-    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("## Layers")[1]
+    page = (ROOT / "docs/understand/architecture.md").read_text(encoding="utf-8").split("## Layers")[1]
     lines = re.findall(r"^    (leank\S*) +(.+(?:\n {8,}.+)*)$", page, re.MULTILINE)
     return {name.replace("/", "."): [set(re.findall(r"\w+", floor)) for floor in rooms.split("->")]
             for name, rooms in lines}  # fmt: skip

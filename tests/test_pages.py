@@ -34,7 +34,7 @@ def keys(config, below=""):
 def test_configuration_explains_every_key(command):
     with initialize_config_module(f"conf.{command}", version_base="1.3"):
         config = OmegaConf.to_container(compose(command, return_hydra_config=False), resolve=False)
-    text = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    text = (DOCS / "reference/configuration.md").read_text(encoding="utf-8")
     wanted = [key for key in keys(config) if not key.startswith(tuple(f"{g}." for g in EXPLAINED_ELSEWHERE))]
     assert len(wanted) > 10
     assert not [key for key in wanted if f"`{key}`" not in text]
@@ -93,7 +93,7 @@ def test_points_of_a_list_begin_lines(page):
 
 
 def test_dashboards_name_every_picture_of_an_evaluation():
-    text = (DOCS / "dashboards.md").read_text(encoding="utf-8")
+    text = (DOCS / "train/dashboards.md").read_text(encoding="utf-8")
     assert not [name for name in FIGURES if f"`plots/{name}`" not in text]
 
 
@@ -113,11 +113,13 @@ def test_pages_named_in_the_code_are_there(package):
 
 
 @pytest.mark.parametrize(
-    "page", [*DOCS.glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "README.md"], ids=lambda p: p.name
+    "page",
+    [*(page for page in DOCS.rglob("*.md") if "lab" not in page.parts), ROOT / "CONTRIBUTING.md", ROOT / "README.md"],
+    ids=lambda p: str(p.relative_to(ROOT)),
 )
 def test_paths_are_of_the_tree(page):
-    """Files that readers write themselves (extend.md) and those of a named commit are not there."""
-    text = "" if page.name == "extend.md" else page.read_text(encoding="utf-8")
+    """Files that readers write themselves (extend/index.md) and those of a named commit are not there."""
+    text = "" if page == DOCS / "extend/index.md" else page.read_text(encoding="utf-8")
     named = re.findall(
         r"`((?:conf|data_gen|docs|eval|leank|leank_train|scripts|tests)/[\w/.]+)`(?! of [0-9a-f]{8})", text
     )
@@ -125,7 +127,7 @@ def test_paths_are_of_the_tree(page):
 
 
 def test_messages_of_the_troubleshooting_page_are_in_the_code():
-    page = (DOCS / "troubleshooting.md").read_text("utf-8").partition("## Doubts")[2].partition("## Out of")[0]
+    page = (DOCS / "use/troubleshooting.md").read_text("utf-8").partition("## Doubts")[2].partition("## Out of")[0]
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     files = [file for package in ("eval", "leank", "leank_train") for file in (ROOT / package).rglob("*.py")]
     code = re.sub(r'"\s*\n\s*f?"', "", "".join(file.read_text("utf-8") for file in files))  # one text over two lines
@@ -141,8 +143,8 @@ def test_the_example_of_a_mask_in_use(tmp_path, monkeypatch, capsys):
 
 
 def test_the_families_are_those_of_their_page():
-    said = re.search(r"Of \d+ causal .*? trained too", (DOCS / "families.md").read_text("utf-8"))[0]
+    said = re.search(r"Of \d+ causal .*? trained too", (DOCS / "use/families.md").read_text("utf-8"))[0]
     assert said in " ".join(README.split())
     everywhere, run, trained = re.findall(r"(?<= )\d+(?= )", said)
-    page = " ".join((DOCS / "own_model.md").read_text("utf-8").split())
+    page = " ".join((DOCS / "train/own_model.md").read_text("utf-8").split())
     assert f"Of {everywhere} causal decoders of transformers, [{run} run and {trained} can be trained]" in page

@@ -5,7 +5,7 @@ unchanged in assets/). ASL uses the copy in MInference, which gives every open m
 without a chat template, and reads the published files: that is the style "completion"; "chat" are the prompts made for
 GPT-4. Data: <task>.jsonl files in a folder, else from the Hugging Face hub.
 
-Where the official scorer raises on a reply, the reply is wrong (0), which docs/benchmarks.md records.
+Where the official scorer raises on a reply, the reply is wrong (0), which docs/compare/benchmarks.md records.
 """
 
 import re

@@ -2,7 +2,7 @@
 
 The benchmark has no prompt of its own. The one here is usual for reasoning models: the problem as it is, then the
 request to reason and to box the answer. A boxed answer is right if it is equal as text, or else for math_verify
-(docs/benchmarks.md has its differences from prm800k's grader).
+(docs/compare/benchmarks.md has its differences from prm800k's grader).
 Data: test.jsonl of prm800k's math_splits, else HuggingFaceH4/MATH-500 from the hub (the same problems).
 """
 

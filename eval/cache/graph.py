@@ -119,7 +119,7 @@ class DecodeLoop:
 
         Captured steps take no mask: a compressed cache remembers its padding. Nothing is appended to the cache here.
         A process that has run torch.profiler launches the step ten times as slowly, unless TEARDOWN_CUPTI=1 was set
-        before: docs/results/generation.md#profiled-processes.
+        before: docs/lab/generation.md#profiled-processes.
         Raises torch.OutOfMemoryError if the graph does not fit.
         """
         self._advance(0)  # a flush may have outdated a work table, which cannot be made while capturing

@@ -34,7 +34,7 @@ def main() -> None:
     given, options = parser.parse_known_args()
     with ending("leank-serve", lambda: "no request is kept"):
         if find_spec("vllm") is None:
-            raise ValueError("vLLM is not installed here; docs/serving.md says how")
+            raise ValueError("vLLM is not installed here; docs/use/serving.md says how")
         own = {name: value for name in NAMES if (value := getattr(given, name)) is not None}
         settings = ServerSettings.find({"leank": own})
         assert settings is not None

@@ -15,7 +15,7 @@ AUTO = "auto"
 START, LEAST, MOST = 0.02, 1e-4, 10.0  # the first value of lambda, and its limits
 FALL = 0.6  # share of the steps during which the wanted mean falls
 # The logarithm of lambda's factor for a step that moves the mean by 1 away from its line. Without it, stages of 20 to
-# 200 steps left a smaller margin at the cut (docs/results/masks.md, number of steps).
+# 200 steps left a smaller margin at the cut (docs/lab/masks.md, number of steps).
 DAMPING = 20.0
 BETWEEN = (0.1, 0.9)  # scores in between are neither clearly kept nor clearly pruned
 MOST_BETWEEN, LEAST_MARGIN = 0.3, 0.1  # beyond these Top-s% is arbitrary

@@ -32,7 +32,7 @@ ROOM = 16  # tokens that a cache has room for beside the prompt and the timed st
 WORK_SPACE = 4e9  # bytes left beside the caches where they fill the GPU: activations, tables, a part that is growing
 WARM_UP, PROFILED = 3, 4  # steps before those that are timed, and steps under the profiler after them
 # Without it, CUPTI stays in the process after the first profile, and a launch of 1,432 captured kernels takes the host
-# 0.4 to 0.5 ms instead of 0.01 to 0.05: docs/results/generation.md#profiled-processes.
+# 0.4 to 0.5 ms instead of 0.01 to 0.05: docs/lab/generation.md#profiled-processes.
 TEARDOWN = "TEARDOWN_CUPTI"
 # in the names of kernels
 ATTENTIONS = ("decode", "flash", "fmha", "sdpa", "attention", "attend", "score_", "choose", "softmax")
@@ -192,7 +192,7 @@ def profiled(step: Callable[[], object], steps: int = PROFILED) -> list[Launches
     """What one step runs on the GPU, the longest first.
 
     The sum of kernels is the figure to compare across the cases of one process: from about the fourth on, a step takes
-    0.4 us more per kernel by the clock, for a reason that is not known (docs/results/generation.md#later-graphs).
+    0.4 us more per kernel by the clock, for a reason that is not known (docs/lab/generation.md#later-graphs).
 
     Afterwards the profiler is taken down, so that later launches take what they took before. TEARDOWN_CUPTI=0 in the
     environment leaves it there.

@@ -10,7 +10,7 @@ Caches are filled with random keys and values. Every row is a case; OUT/NAME.csv
 generate    step_ms of a token: the time of a call of --warm-up + --new tokens less that of a call of --warm-up tokens,
             over --new; each is the least of two. first_call_s: the first call, which compiles or captures a step;
             later_call_s: the same call again; captured: whether a captured step of this project's cache is replayed.
-            Case after case of one process becomes slower by the clock (docs/results/generation.md#later-graphs), so
+            Case after case of one process becomes slower by the clock (docs/lab/generation.md#later-graphs), so
             give each cache and case a process of its own
 """
 

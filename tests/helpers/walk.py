@@ -1,6 +1,6 @@
 """Every causal decoder of the installed transformers as a tiny random model, and what works with it.
 
-`make families` walks over all of them and writes docs/families.md. A family is made from its default config, shrunk by
+`make families` walks over all of them and writes docs/use/families.md. A family is made from its default config, shrunk by
 the names of its settings.
 """
 
@@ -351,7 +351,7 @@ def reason(found):
 
 
 def page():
-    """docs/families.md below its mark: the counts, then the families by what works."""
+    """docs/use/families.md below its mark: the counts, then the families by what works."""
     parts = {name: defaultdict(list) for name in PARTS}
     for kind in sorted(CLASSES):
         parts[part(found := walk(kind))][reason(found)].append(kind)

@@ -126,7 +126,7 @@ def test_runs_in_bfloat16(name, half):
 
 @pytest.mark.parametrize("name", ANALYSES)
 def test_is_in_the_docs(name):
-    assert f"| `{name}` |" in (ROOT / "docs/analyses.md").read_text(encoding="utf-8")
+    assert f"| `{name}` |" in (ROOT / "docs/lab/analyses.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ANALYSES)

@@ -46,7 +46,7 @@ def few_layers(layers: int) -> LayerRule:
       L_min = layers // 2, but so that at least one layer is left that can select and drop tokens.
 
     L_min is late because ranks of neighbouring layers come near each other once before the layers that retrieve, and
-    a layer that selects there loses the answer. It was chosen at 7 layers (docs/results/reference/methods.md).
+    a layer that selects there loses the answer. It was chosen at 7 layers (docs/lab/reference/methods.md).
     """
     observed = max(2, layers // 3)
     first = max(1, min(layers // 2, layers - 3))

@@ -95,7 +95,7 @@ def test_generate_gives_the_dense_tokens(name):
     walk.check_generate(build(name))
 
 
-PAGE = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/use/families.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

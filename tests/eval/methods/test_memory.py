@@ -309,7 +309,7 @@ def test_one_layer_has_nothing_above_it():
         asl.check(tiny_model("llama", num_hidden_layers=1).config, None)
 
 
-DOCS = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+DOCS = (ROOT / "docs/compare/methods.md").read_text(encoding="utf-8")
 
 
 def test_every_method_is_in_a_table():

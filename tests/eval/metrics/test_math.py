@@ -21,7 +21,7 @@ from tests import ROOT
 from tests.helpers import parity
 from tests.helpers.thinned import thinned
 
-DIFFERENT = {("4/2", "2"), ("3,4", "4,3")}  # right here, wrong for prm800k: see docs/benchmarks.md
+DIFFERENT = {("4/2", "2"), ("3,4", "4,3")}  # right here, wrong for prm800k: see docs/compare/benchmarks.md
 
 
 @pytest.mark.parametrize("row", parity.rows("math500_grader"), ids=parity.label)

@@ -68,8 +68,8 @@ def logged(folders):
 
 
 def promised():
-    """(run, where, key) of every line of docs/dashboards.md's table, METHOD filled in."""
-    for line in (ROOT / "docs/dashboards.md").read_text().splitlines():
+    """(run, where, key) of every line of docs/train/dashboards.md's table, METHOD filled in."""
+    for line in (ROOT / "docs/train/dashboards.md").read_text().splitlines():
         found = re.fullmatch(r"\| (training|eval) \| (.*?) \| (history|summary|config) \| .* \|", line)
         for key in re.findall(r"`([^`]+)`", found[2]) if found else ():
             for method in METHODS[found[1]] if "METHOD" in key else [""]:
