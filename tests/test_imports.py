@@ -1,7 +1,7 @@
 """Imports go one way, between packages, between the rooms of a package, and between files; nothing goes in a circle.
 
-The rooms and their layers are read from docs/understand/architecture.md. Every import counts: those inside functions and those
-for types alone, too.
+The rooms and their layers are read from docs/understand/architecture.md. Every import counts: those inside functions
+and those for types alone, too.
 """
 
 import ast

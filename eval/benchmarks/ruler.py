@@ -1,4 +1,4 @@
-"""RULER's tasks from the generators of data_gen, sized, worded and scored as officially (see docs/compare/benchmarks.md).
+"""RULER's tasks from the generators of data_gen, sized, worded and scored as officially (docs/compare/benchmarks.md).
 
 Source: NVIDIA/RULER c3f5e3b, scripts/eval (Apache-2.0). LeanK's tables have 200 samples per task.
 """

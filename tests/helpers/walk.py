@@ -1,7 +1,7 @@
 """Every causal decoder of the installed transformers as a tiny random model, and what works with it.
 
-`make families` walks over all of them and writes docs/use/families.md. A family is made from its default config, shrunk by
-the names of its settings.
+`make families` walks over all of them and writes docs/use/families.md. A family is made from its default config, shrunk
+by the names of its settings.
 """
 
 import functools
