@@ -19,8 +19,10 @@ from torch.cuda import _utils as cuda
 
 from leank.eval.cache.attention import work
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
+from leank.eval.cache.storage.banded import channel_bytes
 from leank.eval.cache.storage.middle import HEAD_DIMS
 from leank.eval.cache.storage.segment import PAGE, round_up
+from leank.precision import GROUP
 
 ROWS = 8  # query rows of a KV head, at most
 WARPS = 8  # of a program
@@ -105,17 +107,19 @@ def effort(counts: np.ndarray, value_bits: Sequence[int], dim: int) -> np.ndarra
     return 300 + of_keys + np.array([of_values[bits] for bits in value_bits]) * dim // 128
 
 
-def schedule() -> str:
-    """Declarations of the work table for the kernel: kinds of parts, columns and their number, from `work`."""
-    kinds = ("SINK", "WINDOW", "PROMPT", "TAIL")
-    names = {name: getattr(work, name) for name in kinds} | {column.name: column.value for column in work.Column}
-    return f"enum {{ {', '.join(f'{name} = {n}' for name, n in names.items())}, FIELDS = {work.FIELDS} }};\n#line 1\n"
+def constants() -> str:
+    """Declarations for the kernel: the work table, from `work`, and what a channel takes of a page, from its format."""
+    names = {"SINK": work.SINK, "WINDOW": work.WINDOW, "PROMPT": work.PROMPT, "TAIL": work.TAIL, "FIELDS": work.FIELDS}
+    names |= {column.name: column.value for column in work.Column} | {"PAGE": PAGE, "CELL": GROUP}
+    names |= {f"OF_{bits}": channel_bytes(bits) for bits in (16, 8, 4, 2)}
+    names["OF_THIRD"] = channel_bytes(3) - channel_bytes(2)
+    return f"enum {{ {', '.join(f'{name} = {n}' for name, n in names.items())} }};\n#line 1\n"
 
 
 def cubin(nvrtc: ctypes.CDLL, capability: tuple[int, int], dim: int, group: int, rows: int) -> bytes:
     """The kernel for heads of `dim` channels and `rows` query rows, compiled. Raises RuntimeError with NVRTC's log."""
     kernel = (files("leank.eval.cache.attention.kernels") / "codes.cu").read_text(encoding="utf-8")
-    source = (schedule() + kernel).encode()
+    source = (constants() + kernel).encode()
     sizes = {"D": dim, "GROUP": group, "ROWS": rows, "WARPS": WARPS}
     options = [
         "--gpu-architecture=sm_{}{}".format(*capability),

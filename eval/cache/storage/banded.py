@@ -229,6 +229,13 @@ class Banded(BandCodec):
         return None
 
 
+def channel_bytes(bits: int, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Bytes of a page of K that a channel of so many bits takes, with its scales, where none is padded."""
+    narrow = Narrow(ROOM, ROOM if bits == 3 else 0)
+    codec = narrow if bits < 4 else _packing(bits, GROUP)
+    return int(sum(codec.pages(0, ROOM, dtype)[0])) // ROOM
+
+
 def check_flush(flush: int) -> None:
     """Raise ValueError unless whole groups of tokens leave the window."""
     if flush % GROUP:

@@ -18,12 +18,12 @@ from leank.eval.cache import compressed_cache  # isort: skip  (needs Triton, whi
 from leank.eval.cache.attention import codes, work
 from leank.eval.cache.attention.kernels import banded, packed
 from leank.eval.cache.attention.launch import EFFORT, Config, Kernel
-from leank.eval.cache.storage.banded import BANDS, MOST_FORMS, codecs, effort, forms
+from leank.eval.cache.storage.banded import BANDS, MOST_FORMS, channel_bytes, codecs, effort, forms
 from leank.eval.cache.storage.middle import HEAD_DIMS
 from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.models import ModelConfig, load_model
-from leank.precision import KEY_BITS, VALUE_BITS, Precision
+from leank.precision import GROUP, KEY_BITS, VALUE_BITS, Precision
 from leank.shape import kv_shape
 from tests.helpers.layouts import layout, layout_mask
 
@@ -180,14 +180,24 @@ def test_only_what_codes_can_read_is_left_to_it(monkeypatch):
     assert not codes.can_read(device, torch.bfloat16, 128)
 
 
-def test_codes_have_the_columns_of_the_work_table():
+def test_codes_have_the_constants_of_the_table_and_of_pages():
     """The kernel in CUDA declares none of its own, so that a column that moves moves in both."""
-    kinds = dict(SINK=work.SINK, WINDOW=work.WINDOW, PROMPT=work.PROMPT, TAIL=work.TAIL, FIELDS=work.FIELDS)
-    expected = kinds | {column.name: int(column) for column in work.Column}
-    declared = {name: int(number) for name, number in re.findall(r"(\w+) = (\d+)", codes.schedule())}
+    expected = dict(SINK=work.SINK, WINDOW=work.WINDOW, PROMPT=work.PROMPT, TAIL=work.TAIL, FIELDS=work.FIELDS)
+    expected |= {column.name: int(column) for column in work.Column}
+    expected |= dict(PAGE=PAGE, CELL=GROUP, OF_16=128, OF_8=68, OF_4=36, OF_2=20, OF_THIRD=8)
+    declared = {name: int(number) for name, number in re.findall(r"(\w+) = (\d+)", codes.constants())}
     assert declared == expected
     source = (Path(codes.__file__).parent / "kernels" / "codes.cu").read_text(encoding="utf-8")
     assert not re.search(rf"\b({'|'.join(expected)})\b\s*=[^=]|\benum\b", source)
+
+
+@pytest.mark.parametrize("bits", KEY_BITS[1:])
+def test_a_channel_takes_the_bytes_that_its_pages_have(bits):
+    for dtype in (torch.bfloat16, torch.float32):
+        found = codecs(
+            Precision(torch.full((1, 1, 64), bits, dtype=torch.uint8), torch.full((1, 1), 16, dtype=torch.uint8))
+        )[0].page_bytes(64, np.full(1, 64), dtype)[0]
+        assert found == 64 * channel_bytes(bits, dtype)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)

@@ -25,15 +25,16 @@ its bytes 0 and 2 are a pair of columns, its bytes 1 and 3 the pair 8 later. Til
     token 32 (w / 2) + 4 (w % 2) + 8 (g / 2) + 2 (g % 2)  in row g,  and the token after it in row g + 8
 
 Compiled for D channels of a head (64 or 128), GROUP query heads for each KV head, ROWS query rows of a program, at
-most 8, and WARPS warps. The columns of the work table, FIELDS and the kinds of parts are declared before this file by
-`codes.schedule`. */
+most 8, and WARPS warps. Declared before this file, by `codes.constants`: the columns of the work table, FIELDS, the kinds of parts,
+PAGE, CELL, and OF_16 to OF_THIRD, the bytes that a channel of K takes of a page by its bits. */
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
 
-constexpr int PAGE = 64, THREADS = 32 * WARPS, CELL = 64;
+constexpr int THREADS = 32 * WARPS;
+static_assert(PAGE == 64 && CELL == 64, "lines of a page are two halves of 32 tokens, and a scale is of 64 numbers");
 constexpr int TILES = D / 16, GROUPS = D / CELL;
 constexpr int ENDS = 16;  // tokens of sink and window that a warp reads at a time
 
@@ -143,7 +144,7 @@ struct Bands {  // a head's channels in 16, 8 and 4 bits, narrow ones, those of 
   DEVICE static int room(int n) { return (n + 15) & ~15; }
   DEVICE int channels() const { return room(whole) + room(eight) + room(four) + room(narrow); }
   DEVICE int k_page() const {
-    return room(whole) * 128 + room(eight) * 68 + room(four) * 36 + room(narrow) * 20 + room(third) * 8;
+    return room(whole) * OF_16 + room(eight) * OF_8 + room(four) * OF_4 + room(narrow) * OF_2 + room(third) * OF_THIRD;
   }
   DEVICE int v_page() const { return values == 16 ? PAGE * D * 2 : PAGE * D * values / 8 + PAGE * GROUPS * 4; }
 };
@@ -272,7 +273,7 @@ DEVICE void logits(float (&s)[4][4], float (&bias)[4], u32 k, u32 q, const Bands
     Scaled b = scaled(scales, load2(q), bias, g);
     for (int w = 0; w < 4; w++) product(s[w], x[w], y[w], 0x00FF00FF, b);
   }
-  k += room * 68, room = Bands::room(n.four), at = k + g * room + 4 * i, scales = k + 32 * room + 16 * i;
+  k += room * OF_8, room = Bands::room(n.four), at = k + g * room + 4 * i, scales = k + 32 * room + 16 * i;
 #pragma unroll 1
   for (int step = 0; step < room; step += 16, at += 16, scales += 64, q += 256) {
     u32 x[2], y[2];
@@ -283,7 +284,7 @@ DEVICE void logits(float (&s)[4][4], float (&bias)[4], u32 k, u32 q, const Bands
       product(s[w + 2], x[w], y[w], 0x00F000F0, of_upper);
     }
   }
-  k += room * 36;
+  k += room * OF_4;
   int lines = Bands::room(n.narrow) / 4, of_third = Bands::room(n.third) / 4;
   u32 third = k + 64 * lines;
   at = k + (2 * g + (i & 1)) * lines, scales = third + 32 * of_third + 4 * i * lines, third += g * of_third;
