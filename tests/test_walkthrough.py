@@ -9,7 +9,7 @@ from nbclient import NotebookClient
 from tests import ROOT
 from tests.helpers.tiny_run import save_model
 
-NOTEBOOK = nbformat.read(ROOT / "docs" / "walkthrough.ipynb", as_version=4)
+NOTEBOOK = nbformat.read(ROOT / "docs/train/walkthrough.ipynb", as_version=4)
 FEW = """
 STEPS = {{"stage1": 2, "stage2": 1}}
 SAMPLES, LENGTHS, TASKS = 1, (640, 680), ["niah_single_1"]
