@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
@@ -14,6 +15,9 @@ from leank.backbone import Backbone
 from leank.data_gen.task import HELD_OUT as HELD_OUT
 from leank.data_gen.task import Document
 from leank.data_gen.tasks import Mixture
+
+# Named, since a program around a run may have put its own in place of the default, as Hydra's joblib launcher does.
+START = "fork" if sys.platform == "linux" else "spawn"
 
 
 class Ragged(NamedTuple):
@@ -99,6 +103,7 @@ class RetrievalData(L.LightningDataModule):
             batch_size=None,
             sampler=itertools.count(self.start),  # Trainer(max_steps) ends the run
             num_workers=self.workers,
+            multiprocessing_context=START if self.workers else None,
             prefetch_factor=4 if self.workers else None,
             pin_memory=torch.cuda.is_available(),
         )

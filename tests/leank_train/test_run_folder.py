@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import multiprocessing
 import os
 import re
 import shutil
@@ -416,6 +417,16 @@ def test_no_step_trains_on_held_out_documents(model_folder):
     assert [len(found) for found in ranks] == [2, 2]
     together = [ids[0].tolist() for found in ranks for ids in found]
     assert len({tuple(ids) for ids in together}) == 4
+
+
+def test_workers_start_in_a_process_of_joblib(model_folder, monkeypatch):
+    """There the default is a start method of loky's, with which a loader's workers cannot start."""
+    loky = pytest.importorskip("joblib.externals.loky.backend.context")
+    backbone = backbones.load(str(model_folder))
+    data = RetrievalData(backbone, Mixture({"multikey": 1}, backbone.tokenizer, 300, 400), workers=1)
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", loky.LokyContext())
+    batches = iter(data.train_dataloader())
+    assert torch.equal(next(batches).documents.ids, data._steps()[0].documents.ids)
 
 
 def test_held_out_documents_lie_on_the_device_of_the_stage(model_folder):
