@@ -10,17 +10,21 @@ BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 OUT ?= outputs/demo
 
-.PHONY: demo test lint docs families gpu-test slurm-test vllm vllm-test clean
+.PHONY: ALWAYS demo test lint docs families gpu-test slurm-test vllm vllm-test clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-# What a user needs, which is all of the demo; the rest is for tests and pages.
-$(VENV)/base: pyproject.toml constraints.txt
-	@echo "Installing into $(VENV): a few minutes, once."
-	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install -q -c constraints.txt torch
-	@$(BIN)/pip install -q -c constraints.txt -e .
-	@touch $@
+# What a user needs, which is all of the demo; the rest is for tests and pages. The file is a copy of what was installed: a
+# checkout changes times, and only other contents are installed again.
+$(VENV)/base: ALWAYS
+	@cat pyproject.toml constraints.txt | cmp -s - $@ || { set -e; \
+		echo "Installing into $(VENV): a few minutes, once."; \
+		$(PYTHON) -m venv $(VENV); \
+		$(BIN)/pip install -q -c constraints.txt torch; \
+		$(BIN)/pip install -q -c constraints.txt -e .; \
+		cat pyproject.toml constraints.txt > $@; }
+
+ALWAYS:
 
 $(VENV)/installed: $(VENV)/base
 	@$(BIN)/pip install -q -c constraints.txt -e '.[dev,slurm,docs]'
@@ -36,7 +40,7 @@ demo: $(VENV)/base
 	@sed -n '/^## By length/,/^## 1024/p' $(OUT)/eval/summary.md | sed '$$d'
 	@echo "mask       $(OUT)/mask.safetensors"
 	@echo "pictures   $(OUT)/plots/"
-	@echo "validation $(OUT)/validation.md"
+	@[ ! -f $(OUT)/validation.md ] || echo "validation $(OUT)/validation.md"
 	@echo "report     $(OUT)/eval/report.html"
 
 test: $(VENV)/installed

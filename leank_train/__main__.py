@@ -61,7 +61,8 @@ def main(config: DictConfig) -> float:
     elif metrics["separation"]:
         between, margin = (metrics["separation"][key] for key in ("between", "margin"))
         print(f"scores    {100 * between:.1f}% of the channels ended between .1 and .9; margin at the cut {margin:.2f}")
-    print(f"results   {out}  (metrics.json, plots/, validation.md)")
+    left = ["metrics.json", "plots/", *(["validation.md"] if "validation" in metrics else [])]
+    print(f"results   {out}  ({', '.join(left)})")
     if (out / "wandb").exists():
         print(f"curves    wandb leet {out / 'wandb'}  (or: wandb sync {out / 'wandb'}/offline-run-*)")
     return recall.get("leank", {}).get("average", float("nan"))
