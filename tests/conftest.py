@@ -26,14 +26,15 @@ from transformers import (  # noqa: E402
 )
 
 pytest.register_assert_rewrite("tests.helpers")  # so that what fails there shows its values, as in a test
-from tests.helpers import pictures  # noqa: E402
-
 # a busy machine is no reason to fail; CI judges every change by the same cases, where other runs look for new ones
 settings.register_profile(
     "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
 )
 settings.load_profile("busy")
-pictures.draw_none()
+if importlib.util.find_spec("matplotlib") is not None:  # the environment with vLLM has none
+    from tests.helpers import pictures
+
+    pictures.draw_none()
 torch.set_num_threads(1)  # threads cost more than they give on models this small
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
     from tests.helpers import interpreter

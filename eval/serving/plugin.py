@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from leank.eval.serving.guard import WORKER
-from leank.eval.serving.settings import ServerSettings, check_config
+from leank.eval.serving.settings import ServerSettings, check_config, check_version
 
 BACKEND = "leank.eval.serving.backend.PrunedBackend"
 _exported: dict[str, tuple[str | None, str]] = {}  # variable -> what the user gave, what the last engine exported
@@ -23,6 +23,10 @@ def register() -> None:
     if not hasattr(EngineArgs.create_engine_config, "leank"):
         EngineArgs.create_engine_config = _checked(EngineArgs.create_engine_config)
     if ServerSettings.find(None) is not None:
+        try:
+            check_version()
+        except ValueError:  # vLLM would drop the plug-in in silence; the configuration is refused instead
+            return
         use_backend()
 
 
@@ -59,6 +63,7 @@ def _checked(create: Callable[..., Any]) -> Callable[..., Any]:
             if _exported:  # the backend that its layers would get is that of a mask
                 raise ValueError("an engine of this process has a mask: start one without in a process of its own")
             return create(self, *args, **kwargs)
+        check_version()
         _exported.update({name: (os.environ.get(name), value) for name, value in settings.export().items()})
         os.environ.update(settings.export())  # for the processes that vLLM starts
         use_backend()

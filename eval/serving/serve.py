@@ -17,9 +17,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from leank.cli import ending
-from leank.eval.serving.guard import CURE, WORKER, refuse_dense
+from leank.eval.serving.guard import CURE, WORKER, Report, refuse_dense
 from leank.eval.serving.plugin import BACKEND
-from leank.eval.serving.settings import NAMES, ServerSettings
+from leank.eval.serving.settings import NAMES, ServerSettings, check_version
 
 
 def main() -> None:
@@ -35,6 +35,7 @@ def main() -> None:
     with ending("leank-serve", lambda: "no request is kept"):
         if find_spec("vllm") is None:
             raise ValueError("vLLM is not installed here; docs/use/serving.md says how")
+        check_version()
         own = {name: value for name in NAMES if (value := getattr(given, name)) is not None}
         settings = ServerSettings.find({"leank": own})
         assert settings is not None
@@ -53,18 +54,27 @@ def serve(options: list[str], settings: ServerSettings) -> None:
     Raises RuntimeError if a worker does not prune or ends by itself, ValueError for what cannot be served.
     """
     import uvloop
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.entrypoints.common.startup import cli_env_setup
+    except ModuleNotFoundError:  # before 0.33
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
     cli_env_setup()
     if current_platform.is_cuda():
         refuse_unregistered()
         options = [*options, "--attention-backend", "CUSTOM"]
-    args = make_arg_parser(FlexibleArgumentParser("leank-serve")).parse_args(
-        [*options, "--worker-extension-cls", WORKER]
-    )
+    args = make_arg_parser(FlexibleArgumentParser("leank-serve")).parse_args(options)
+    if args.worker_extension_cls:
+        raise ValueError(
+            f"--worker-extension-cls {args.worker_extension_cls} would take the place of {WORKER}, which tells whether "
+            "a worker prunes; drop it"
+        )
+    args.worker_extension_cls = WORKER
     validate_parsed_serve_args(args)
     if args.headless or getattr(args, "grpc", False) or (args.api_server_count or 1) > 1:
         raise ValueError("it is one HTTP server; drop --headless, --grpc and --api-server-count")
@@ -93,7 +103,7 @@ async def _serve(args: argparse.Namespace, settings: ServerSettings) -> None:
     address, socket = setup_server(args, reuse_port=False)
     try:
         async with build_async_engine_client(args) as client:
-            reports, dtype = await client.collective_rpc("leank_report"), client.vllm_config.model_config.dtype
+            reports, dtype = await _reports(client), client.vllm_config.model_config.dtype
             _tell(*refuse_dense(reports, settings, dtype.itemsize), settings.mask)
             asked = _stops(client)
             stopped = await build_and_serve(client, address, socket, args)
@@ -106,6 +116,17 @@ async def _serve(args: argparse.Namespace, settings: ServerSettings) -> None:
             )
     finally:
         socket.close()
+
+
+async def _reports(client: Any) -> list[Report]:
+    """What every worker of every engine says; with data parallelism, `collective_rpc` has the first engine's alone."""
+    if (every := getattr(client.engine_core, "call_utility_all_async", None)) is not None:
+        of_engines = await every("collective_rpc", "leank_report", None, (), None)
+        return [report for of_engine in of_engines for report in of_engine]
+    if client.vllm_config.parallel_config.data_parallel_size > 1:
+        raise ValueError("this vLLM cannot ask every engine of --data-parallel-size; take 1, or vLLM 0.32 or later")
+    found: list[Report] = await client.collective_rpc("leank_report")
+    return found
 
 
 def _stops(client: Any) -> list[object]:

@@ -13,7 +13,7 @@ from leank.eval.serving.layout import HEAD_DIMS, PageLayout
 from leank.mask import ChannelMask, mask_file
 from leank.typed import Checked, Count, Positive
 
-VERSIONS = ("0.30", "0.31", "0.32")  # the minor versions of vLLM whose interfaces the plug-in uses
+VERSIONS = ("0.30", "0.31", "0.32", "0.33")  # the minor versions of vLLM whose interfaces the plug-in uses
 
 NAMES = {"mask": "LEANK_MASK", "sink": "LEANK_SINK", "window": "LEANK_WINDOW"}
 DEFAULTS = {"sink": Sizes.sink, "window": Sizes.window}
@@ -60,6 +60,16 @@ class ServerSettings(Checked):
         return {variable: str(getattr(self, name)) for name, variable in NAMES.items()}
 
 
+def check_version() -> None:
+    """Raise ValueError unless the plug-in knows this vLLM; call it before you import anything inside vLLM."""
+    import vllm
+
+    if not vllm.__version__.startswith(tuple(f"{minor}." for minor in VERSIONS)):
+        raise ValueError(
+            f"this plug-in is for vLLM {', '.join(VERSIONS)}, not {vllm.__version__}; install one of these versions"
+        )
+
+
 def check_config(config: Any, settings: ServerSettings) -> None:
     """Raise ValueError that names the first thing in vLLM's configuration that cannot be served with a mask."""
     for wrong, cure in _wrong(config, settings):
@@ -81,14 +91,11 @@ def _wrong_on_gpu(config: Any) -> Iterator[tuple[bool, str]]:
 
 def _wrong(config: Any, settings: ServerSettings) -> Iterator[tuple[bool, str]]:
     """What no server with a mask can do: (whether it is so, what is wrong and what to do)."""
-    import vllm
     from vllm.platforms import current_platform
 
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     text = model.hf_text_config
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
-    known = vllm.__version__.startswith(tuple(f"{minor}." for minor in VERSIONS))
-    yield not known, f"this plug-in is for vLLM {', '.join(VERSIONS)}, not {vllm.__version__}"
     yield not (current_platform.is_cpu() or current_platform.is_cuda()), "this plug-in serves on CPUs and NVIDIA's GPUs"
     yield from _wrong_on_gpu(config) if current_platform.is_cuda() else ()
     yield model.runner_type != "generate", f"runner={model.runner_type} has no decoding; take --runner generate"
@@ -98,8 +105,14 @@ def _wrong(config: Any, settings: ServerSettings) -> Iterator[tuple[bool, str]]:
     yield bool(kinds), f"{text.model_type} has layers of {', '.join(sorted(kinds))}; take a model of full attention"
     yield bool(model.get_sliding_window()), f"{text.model_type} has a sliding window; take a model of full attention"
     yield config.speculative_config is not None, "speculative decoding is not supported; drop --speculative-config"
-    yield config.kv_transfer_config is not None, "KV connectors are not supported; drop --kv-transfer-config"
+    # vLLM makes a connector of it, so it is named first
     yield bool(cache.kv_offloading_size), "offloading of the KV cache is not supported; drop --kv-offloading-size"
+    yield config.kv_transfer_config is not None, "KV connectors are not supported; drop --kv-transfer-config"
+    yield (
+        settings.window >= model.max_model_len,
+        f"window={settings.window} is no less than max-model-len={model.max_model_len}, so nothing would be pruned; "
+        "take a smaller window",
+    )
     yield (
         cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
         f"kv-cache-dtype={cache.cache_dtype} is not supported; the cache has the model's dtype, so take auto",

@@ -1,5 +1,7 @@
 """Settings of a server that cannot be kept are refused by name; what it plans to hold."""
 
+import asyncio
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from leank.eval.serving import guard, plan, plugin
+from leank.eval.serving import guard, plan, plugin, serve
 from leank.eval.serving.plan import RestBlocks, Server
 from leank.eval.serving.settings import NAMES, ServerSettings
 from leank.mask import ChannelMask
@@ -77,6 +79,7 @@ def clean(monkeypatch):
     monkeypatch.setattr(plugin, "_exported", {})
     monkeypatch.setattr(plugin, "use_backend", lambda: None)
     monkeypatch.setattr(plugin, "check_config", lambda config, settings: None)
+    monkeypatch.setattr(plugin, "check_version", lambda: None)
     yield monkeypatch
     plugin._take_back()
 
@@ -94,6 +97,46 @@ def test_an_engine_is_not_told_the_settings_of_the_one_before(clean, tmp_path):
     assert engine(None).told == engine(None).told == ServerSettings(str(MASK), 16, 144)
     clean.setenv("LEANK_WINDOW", "48")
     assert engine(None).told == engine({"sink": 16}).told == ServerSettings(str(MASK), 16, 48)
+
+
+@pytest.mark.parametrize("version", ["0.29.1", "0.34.0", "1.0.0", "0.330.0"])
+def test_an_unknown_version_is_refused_before_anything_inside_vllm_is_imported(monkeypatch, version):
+    stub = SimpleNamespace(__version__=version, __spec__=SimpleNamespace())  # importing from inside it would fail
+    monkeypatch.setitem(sys.modules, "vllm", stub)
+    monkeypatch.setattr(serve, "find_spec", lambda name: stub.__spec__)
+    monkeypatch.setattr(sys, "argv", ["leank-serve", "model", "--mask", str(MASK)])
+    with pytest.raises(SystemExit) as ended:
+        serve.main()
+    assert f"this plug-in is for vLLM 0.30, 0.31, 0.32, 0.33, not {version}" in str(ended.value.code)
+    assert len(str(ended.value.code).splitlines()) == 1
+    monkeypatch.setattr(plugin, "_exported", {})
+    with pytest.raises(ValueError, match=f"not {version}"):
+        engine({"mask": str(MASK)})
+
+
+class Client:
+    """An asynchronous client of vLLM with two engines, whose `collective_rpc` has the first one's answer alone."""
+
+    def __init__(self, engines, every=True):
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=len(engines)))
+        self.engine_core = SimpleNamespace()
+        self.engines = engines
+        if every:
+            self.engine_core.call_utility_all_async = self.every
+
+    async def every(self, method, name, *_):
+        assert (method, name) == ("collective_rpc", "leank_report")
+        return self.engines
+
+    async def collective_rpc(self, name):
+        return self.engines[0]
+
+
+def test_every_engine_is_asked():
+    assert asyncio.run(serve._reports(Client([["a", "b"], ["c"]]))) == ["a", "b", "c"]
+    assert asyncio.run(serve._reports(Client([["a", "b"]], every=False))) == ["a", "b"]
+    with pytest.raises(ValueError, match="--data-parallel-size"):
+        asyncio.run(serve._reports(Client([["a"], ["b"]], every=False)))
 
 
 PAGE = {"attention": {guard.PRUNED: 7}, "block": 32, "block_bytes": 180_224}

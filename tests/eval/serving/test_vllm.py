@@ -150,6 +150,8 @@ def test_what_cannot_be_served_is_refused_before_weights_load(tmp_path):
         ({**ours, "kv_cache_dtype": "fp8"}, "kv-cache-dtype=fp8"),
         ({**ours, "tensor_parallel_size": 2}, "tensor-parallel-size=2"),
         ({**ours, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative"),
+        ({**ours, "kv_offloading_size": 1.0}, "drop --kv-offloading-size"),
+        ({**ours, "max_model_len": 160, "additional_config": {"leank": {"mask": str(MASK), "window": 160}}}, "no less"),
         ({**ours, "disable_hybrid_kv_cache_manager": True}, "hybrid"),
         ({**ours, "model": model(sliding_window=64, **mistral)}, "sliding"),
         ({"model": beside, "additional_config": {"leank": {"mask": beside + "/mask.safetensors"}}}, "another folder"),
@@ -210,10 +212,17 @@ def test_a_backend_that_the_plug_in_did_not_register_is_refused(plugins, said):
     assert out.splitlines()[-1].startswith(said)
 
 
-def test_options_that_would_have_no_effect_are_refused():
-    done = subprocess.run([*SERVE, *SERVER, "8123", "--headless"], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--headless"], "it is one HTTP server; drop --headless"),
+        (["--worker-extension-cls", "own.Worker"], "--worker-extension-cls own.Worker would take the place of"),
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(options, said):
+    done = subprocess.run([*SERVE, *SERVER, "8123", *options], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "leank-serve: it is one HTTP server; drop --headless" in done.stderr
+    assert f"leank-serve: {said}" in done.stderr
 
 
 def test_no_request_is_lost_and_no_page_stays_held(server):
