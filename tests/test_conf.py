@@ -38,6 +38,11 @@ MODELS = {  # the published configs, as far as the checks look
         hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
         max_position_embeddings=8192, rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
     ),
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct": Qwen2Config(
+        hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+        max_position_embeddings=32768, use_sliding_window=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+    ),
     "Qwen/Qwen2.5-7B-Instruct": Qwen2Config(
         hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
         max_position_embeddings=32768, sliding_window=131072, use_sliding_window=False,
