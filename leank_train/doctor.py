@@ -200,6 +200,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _count(text: str) -> int:
-    if not 1 <= (value := int(text)) <= LARGEST:
-        raise ValueError(text)
-    return value
+    if not (text.isdecimal() and 1 <= int(text) <= LARGEST):
+        raise argparse.ArgumentTypeError(f"{text} is no number of 1 to {LARGEST}; give one, such as 8")
+    return int(text)

@@ -107,10 +107,13 @@ def test_a_model_without_attention_has_nothing_to_gain(tmp_path):
     assert "Bytes" not in said
 
 
-def test_a_mistake_is_one_line(capsys):
+def test_a_mistake_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for given, status, line in (
         (["no/such"], 1, r"leank_train doctor: model\.name='no/such' cannot be loaded"),
-        (["reference", "--tokens", "0"], 2, "argument --tokens: invalid"),
+        (["reference", "--tokens", "0"], 2, r"argument --tokens: 0 is no number of 1 to \d+; give one"),
+        (["reference", "--batch", "0"], 2, r"argument --batch: 0 is no number of 1 to \d+; give one"),
+        (["reference", "--batch", "8", "x"], 2, r"argument --batch: x is no number of 1 to \d+; give one"),
     ):
         with pytest.raises(SystemExit) as error:
             doctor.main(given)
