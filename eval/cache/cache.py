@@ -8,9 +8,9 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Self
+from typing import Any, Never, Self
 
-from torch import Tensor
+from torch import LongTensor, Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     CacheLayerMixin,
@@ -23,6 +23,7 @@ from transformers.generation.utils import GenerateOutput
 from leank.data_gen.amount import amount
 from leank.errors import naming
 from leank.eval.cache.attention.backend import BackendChoice, choose_backend
+from leank.eval.cache.conversation import Conversation, decoder_of, listen
 from leank.eval.cache.generate import generate
 from leank.eval.cache.graph import KeptSteps, stores
 from leank.eval.cache.hook import ATTENTION
@@ -52,12 +53,14 @@ class CompressedCache(Cache):
     choice: chooses the backend of every compressed layer
     model: the model that it is made for, which `save` notes, None = not known
     steps: decoding steps that generate() has captured
+    conversation: ids that it has read, and the model that read them
     """
 
     def __init__(self, layers: Sequence[Layer], choice: BackendChoice, model: PreTrainedModel | None = None) -> None:
         super().__init__(layers=list(layers))
         self.choice = choice
         self.steps = KeptSteps()
+        self.conversation = Conversation()
         self._with_tokens = [i for i, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)]
         self._model = None if model is None else weakref.ref(model)
         kind = "" if model is None else model.config.get_text_config(decoder=True).model_type
@@ -76,6 +79,19 @@ class CompressedCache(Cache):
     def compressed(self) -> list[CompressedLayer]:
         """The layers that are compressed."""
         return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+
+    @property
+    def held(self) -> int:
+        """Columns that have come, padding included."""
+        return self.get_seq_length(self._with_tokens[0])
+
+    def __getattr__(self, name: str) -> Never:  # called for attributes that a cache lacks
+        why = (
+            "; peft's prefix tuning needs a cache of its own: take LoRA or prompt tuning"
+            if name == "max_cache_len"
+            else ""
+        )
+        raise AttributeError(f"a compressed cache has no {name!r}{why}")
 
     def expect(self, tokens: int) -> None:
         """Announce a prompt of `tokens` columns, padding included, that comes in several calls (chunked prefill).
@@ -118,7 +134,7 @@ class CompressedCache(Cache):
 
         Raises ValueError for several tokens after the first pass, of a model whose states cannot take them.
         """
-        if self._forgetful and query_length > 1 and self.get_seq_length(self._with_tokens[0]):
+        if self._forgetful and query_length > 1 and self.held:
             raise ValueError(
                 f"linear attention of {self._forgetful} forgets what it has read when several tokens come at once: "
                 "give the prompt in one pass and later tokens one by one, or call cache.reset() before the whole "
@@ -172,11 +188,28 @@ class CompressedCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last -tokens_to_remove tokens of every layer; see `CompressedLayer.crop`."""
         super().crop(tokens_to_remove)
+        self.conversation.cut(self.held)
         self._since_crop = 0
+
+    def reorder_cache(self, beam_idx: LongTensor) -> None:
+        """Give every layer these rows in this order."""
+        super().reorder_cache(beam_idx)
+        self.conversation.select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of every layer."""
+        super().batch_select_indices(indices)
+        self.conversation.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Give each row of every layer `repeats` times, side by side."""
+        super().batch_repeat_interleave(repeats)
+        self.conversation.repeat(repeats)
 
     def reset(self) -> None:
         """Make the cache new. Captured steps stay, and the next prompt's window goes to where they read."""
         self._since_crop, self._widest, self._reached = None, 0, -1
+        self.conversation.clear()
         for layer in list[Any](self.layers):
             if isinstance(layer, CompressedLayer) and self.steps.loop is not None:
                 layer.reset_in_place()
@@ -189,6 +222,11 @@ class CompressedCache(Cache):
         """Addresses and shapes of what a captured step reads; equal at two moments if one step can serve both."""
         scratch = (tensor.data_ptr() for tensor in self.choice.tensors().values())
         return *scratch, *(Addresses.of(store).key() for store in stores(self))
+
+    def __reduce__(self) -> Never:  # copies are made by __deepcopy__
+        raise TypeError(
+            "a compressed cache cannot be pickled: write it with save() and read it with CompressedCache.load"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         new = type(self).__new__(type(self))
@@ -216,7 +254,8 @@ class CompressedCache(Cache):
         model = None if self._model is None else self._model()
         if model is None:
             raise RuntimeError("save() notes which model made the cache, and that model is gone: keep it until then")
-        save(path, self.layers, model)
+        ids = self.conversation.ids
+        save(path, self.layers, model, ids if ids is not None and ids.shape[1] == self.held else None)
 
     @classmethod
     def load(
@@ -239,6 +278,7 @@ class CompressedCache(Cache):
         with naming(path):
             cache = compressed_cache(model, found.middles, **asdict(found.header.sizes), backend=backend)
         found.fill(cache.layers, model)
+        cache.conversation.begin(decoder_of(model), found.ids)
         return cache
 
     def advance(self, tokens: int = 1) -> None:
@@ -276,7 +316,8 @@ class CompressedCache(Cache):
 
     def memory(self) -> Memory:
         """Bytes held now, by part; printed, megabytes and the share of a dense cache."""
-        return measure(self.layers, self.choice.tensors())
+        ids = self.conversation.ids
+        return measure(self.layers, self.choice.tensors() | ({} if ids is None else {"ids": ids}))
 
 
 def compressed_cache(
@@ -341,6 +382,7 @@ def compressed_cache(
         model.set_attn_implementation(ATTENTION)
     if config._attn_implementation != ATTENTION:
         raise ValueError(f"{config.model_type} takes no registered attention function; use another model")
+    listen(model)
     return CompressedCache(layers, choice, model)
 
 

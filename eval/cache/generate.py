@@ -31,7 +31,6 @@ from transformers.generation.utils import GenerateOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
-from leank.data_gen.amount import amount
 from leank.eval.cache.graph import CAPTURE_FOR, DecodeLoop, KeptSteps, capturable, retractable, step_key
 
 ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")  # settings that draft
@@ -137,13 +136,9 @@ def graph_decoding(
 
 
 def generate(cache: Cache, model: PreTrainedModel, **kwargs: object) -> GenerateOutput | Tensor:
-    """See `CompressedCache.generate`. Raises ValueError for ids of which the cache holds as many already."""
-    ids, held = kwargs.get("input_ids", kwargs.get("inputs")), cache.get_seq_length()
-    if isinstance(ids, Tensor) and held and ids.shape[-1] <= held:
-        raise ValueError(
-            f"the cache holds {amount(held, 'token')} and {amount(ids.shape[-1], 'id')} came: give the ids of the "
-            "whole conversation, or call cache.reset() first"
-        )
+    """See `CompressedCache.generate`. Raises ValueError for ids that do not go on from what the cache holds."""
+    own: Any = cache
+    own.conversation.check(own.held, kwargs)
     run: Any = model.generate
     streamer = kwargs.get("streamer")
     config: Any = kwargs.get("generation_config") or model.generation_config

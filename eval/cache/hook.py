@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.utils import logging
 
 from leank.eval.cache.attention import dense
 from leank.eval.cache.attention.softmax import Softmax, written_out
 
 ATTENTION = "leank"
+logger = logging.get_logger(__name__)
 
 
 def attention(
@@ -38,6 +40,11 @@ def attention(
     Returns ([B, Q, Hq, D], None). Raises ValueError for a kind of attention that is not implemented.
     """
     softmax = Softmax.of(getattr(module, "layer_idx", "?"), kwargs)
+    if kwargs.get("output_attentions"):
+        logger.warning_once(
+            'attention "leank" returns no weights, so output_attentions gives none: read the text with the model\'s '
+            "own attention, and without a compressed cache"
+        )
     if not isinstance(key, Tensor):
         positions = kwargs.get("position_ids") if kwargs.get("use_cache") is False else None
         if positions is not None and key.get_seq_length() > query.shape[2] and bool((positions[..., 0] == 0).any()):

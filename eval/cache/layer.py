@@ -94,6 +94,11 @@ class CompressedLayer(DynamicLayer):
         """Append new tokens [B, H, n, D]; returns (the layer, values). Raises ValueError for other rows or too many."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if key_states.dtype != self.dtype != value_states.dtype:
+            raise ValueError(
+                f"this cache holds {self.dtype} and {key_states.dtype} came: go on in the dtype of the prompt, "
+                " or call cache.reset() first"
+            )
         key_states, value_states = key_states.to(self.dtype), value_states.to(self.dtype)
         new, rows = key_states.shape[2], self._count()
         if rows and rows != len(key_states):

@@ -4,7 +4,6 @@ The file holds no code and nothing is unpickled. `CompressedCache.save` and `loa
 are checked, not only its digest: a kernel reads wherever they point.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from leank.data_gen.task import LONGEST
+from leank.eval.cache.fingerprint import model_digest
 from leank.eval.cache.layer import CompressedLayer
 from leank.eval.cache.storage.banded import Banded, codecs
 from leank.eval.cache.storage.channels import KeptChannels
@@ -34,9 +34,8 @@ from leank.precision import Precision
 from leank.tensor_files import DIGEST, DamagedFile, digest, read_tensors, write_tensors
 from leank.typed import Checked, typed
 
-FORMAT = "leank-cache-7"  # the name of the header in the file's metadata
+FORMAT = "leank-cache-8"  # the name of the header in the file's metadata
 CURE = "copy it again, or make it anew with save()"
-SAMPLED = 64  # numbers of each weight that tell models apart
 COUNTS = ("seen", "start", "floor")  # of each row, on the host
 ENDS = ("sink_k", "sink_v", "ring_k", "ring_v")
 SEGMENTS = ("prompt", "tail")
@@ -55,25 +54,19 @@ class Header(Checked):
     packing: Sequence[Sequence[int] | None]
 
 
-def model_digest(model: PreTrainedModel) -> str:
-    """sha256 of the language model's type and of every weight's name, shape, dtype and 64 evenly spaced numbers."""
-    found = hashlib.sha256(model.config.get_text_config(decoder=True).model_type.encode())
-    for name, weight in sorted(model.named_parameters()):
-        found.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
-        if weight.numel() and not weight.is_meta:
-            at = torch.linspace(0, weight.numel() - 1, min(SAMPLED, weight.numel()), dtype=torch.float64).long()
-            found.update(weight.detach().flatten()[at.to(weight.device)].cpu().double().numpy().tobytes())
-    return found.hexdigest()
-
-
 def mask_digest(masks: Mapping[int, Tensor | None]) -> str:
     """sha256 of the masks [H, D] of compressed layers by index; None is a layer that keeps every channel."""
     there = {str(i): keep.bool().cpu().contiguous() for i, keep in masks.items() if keep is not None and not keep.all()}
     return digest(there, {})
 
 
-def save(path: str | os.PathLike[str], layers: Sequence[Any], model: PreTrainedModel) -> None:
-    """Write a cache's layers. Raises ValueError without a whole prompt, or with a part that a file cannot hold."""
+def save(
+    path: str | os.PathLike[str], layers: Sequence[Any], model: PreTrainedModel, ids: Tensor | None = None
+) -> None:
+    """Write a cache's layers, and the ids [B, columns] that it has read, None = not known.
+
+    Raises ValueError without a whole prompt, or with a part that a file cannot hold.
+    """
     if not all(isinstance(layer, CacheLayerMixin) for layer in layers):
         raise ValueError("a cache of a model with linear attention cannot be saved: a file holds tokens, not states")
     held = [_compressed(layer) if isinstance(layer, CompressedLayer) else _sliding(layer) for layer in layers]
@@ -91,6 +84,8 @@ def save(path: str | os.PathLike[str], layers: Sequence[Any], model: PreTrainedM
         for i, of_layer in enumerate(held)
         for name, tensor in of_layer.items()
     }
+    if ids is not None:
+        tensors["ids"] = ids.cpu().contiguous()
     write_tensors(path, tensors, {FORMAT: json.dumps(asdict(header))})
 
 
@@ -134,6 +129,7 @@ class Saved:
     """A file that `save` wrote, compared with its digest. Raises FileNotFoundError or DamagedFile.
 
     middles: how each layer keeps its middle, for `compressed_cache`; compressed: the layers that are compressed
+    ids: [B, columns] that the cache has read, None = not known
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -151,6 +147,11 @@ class Saved:
         try:
             self.header = typed(Header, json.loads(about[FORMAT]))
             self.layers: list[dict[str, Tensor]] = [{} for _ in self.header.packing]
+            self.ids = tensors.pop("ids", None)
+            if self.ids is not None and (self.ids.dtype != torch.int64 or self.ids.ndim != 2):
+                raise ValueError("its ids are no table of whole numbers")
+            if self.ids is not None and self.ids.shape[1] != self.header.columns:
+                raise ValueError(f"it has ids of {self.ids.shape[1]} columns and holds {self.header.columns}")
             for name, tensor in tensors.items():
                 index, of_layer = name.split(".", 1)
                 self.layers[int(index)][of_layer] = tensor
@@ -178,8 +179,8 @@ class Saved:
         if self.header.model != model_digest(model):
             kind = model.config.get_text_config(decoder=True).model_type
             raise ValueError(
-                f"{self.path} was made by another model than this {kind}: its weights, their names or dtype differ; "
-                "load the model that made it"
+                f"{self.path} was made by another model than this {kind}: its weights, adapters, positions, settings "
+                "or dtype differ; load the model that made it"
             )
         if mask is None:
             return

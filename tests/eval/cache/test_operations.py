@@ -165,6 +165,9 @@ def test_memory_counts_every_tensor_that_is_held(name):
     sizes = {
         one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held(machine.cache.layers, chosen)
     }
+    ids = machine.cache.conversation.ids
+    if ids is not None:
+        sizes[ids.untyped_storage().data_ptr()] = ids.untyped_storage().nbytes()
     assert machine.cache.memory().total == sum(sizes.values())
 
 

@@ -410,7 +410,7 @@ def test_memory_reads_in_megabytes_and_as_a_share_of_dense():
 
 
 def test_the_share_is_of_the_real_tokens_that_were_seen():
-    model, lengths = tiny_model("llama"), [300, 200]
+    model, lengths = tiny_model("llama"), [600, 400]
     ids, mask = left_padded(lengths, 10)
     cache = compressed_cache(model, random_keep(10, empty=0.5), 4, 32, 8)
     feed(model, cache, ids, mask=mask)

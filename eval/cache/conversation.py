@@ -1,0 +1,236 @@
+"""Which conversation a cache holds, and which model made it: what goes on from neither is refused.
+
+`listen` lets a model tell its compressed caches what it reads. A hook before its decoder sees the ids of every pass.
+An attribute of the instance stands before `generate`, which alone sees the ids of a whole conversation: transformers
+cuts off as many as the cache holds, whichever they are. No class is patched.
+
+The ids of a plain forward pass are by definition the next ones, and of embeddings only the number is checked. A pass of
+one token does not look at every weight, only at the adapters that the model had when the cache was new.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leank.data_gen.amount import amount
+from leank.eval.cache.fingerprint import model_digest, stamp, tuners
+from leank.eval.cache.storage.upload import capturing
+
+ANEW = "call cache.reset() first"
+
+
+class Conversation:
+    """Ids that a cache has read, and the model that read them."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._passes: list[Tensor] | None = []  # ids [B, n] of each pass, None = some came as embeddings
+        self._columns = 0
+        self._decoder: weakref.ref[nn.Module] | None = None
+        self._stamp: dict[str, object] = {}
+        self._tuners: list[Any] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Conversation:
+        new = Conversation()
+        vars(new).update(vars(self))
+        new._passes = None if self._passes is None else list(self._passes)
+        memo[id(self)] = new
+        return new
+
+    @property
+    def ids(self) -> Tensor | None:
+        """Ids [B, columns] of everything that was read, None = not known."""
+        if not self._passes:
+            return None
+        self._passes = [torch.cat(self._passes, 1)]
+        return self._passes[0]
+
+    def begin(self, decoder: nn.Module, ids: Tensor | None = None) -> None:
+        """Note what makes the keys from now on, and the ids [B, columns] that are held already."""
+        self._decoder, self._stamp = weakref.ref(decoder), stamp(decoder)
+        self._tuners = list(tuners(decoder).values())
+        if ids is not None:
+            self._passes, self._columns = [ids], ids.shape[1]
+
+    def read(self, decoder: nn.Module, held: int, ids: Tensor | None) -> None:
+        """Take in a pass over ids [B, n], None = embeddings, behind `held` columns.
+
+        Raises ValueError if the model is not as it was when the cache's first tokens came.
+        """
+        if not held:
+            self.clear()
+            self.begin(decoder)
+        elif self._decoder is not None:
+            self._check_model(decoder, every=ids is None or ids.shape[1] > 1)
+        self.cut(held)
+        if ids is None or self._columns < held:
+            self._passes = None
+        if self._passes is not None and ids is not None:
+            self._passes.append(ids.detach().clone())  # a caller may write its next ids into the same tensor
+            self._columns += ids.shape[1]
+
+    def _check_model(self, decoder: nn.Module, every: bool) -> None:
+        assert self._decoder is not None
+        mine = self._decoder()
+        if mine is not decoder:
+            same: Any = mine is not None and model_digest(mine) == model_digest(decoder)  # type: ignore[arg-type]
+            if not same:
+                raise ValueError(
+                    f"another model made what this cache holds: go on with that model, or {ANEW}; CompressedCache.load "
+                    "takes a saved cache to a copy of its model"
+                )
+            self.begin(decoder)
+        elif every and (now := stamp(decoder)) != self._stamp:
+            changed = next(what for what in now if now[what] != self._stamp[what])
+            raise ValueError(
+                f"{changed} changed after the first tokens of this cache had come, and its keys and values would be of "
+                f"two models: change it back, or {ANEW}"
+            )
+        elif self._tuners and not every:  # a decoding step does not look at every weight
+            now_on = [
+                (list(t.active_adapters), bool(t.disable_adapters), list(t.merged_adapters)) for t in self._tuners
+            ]
+            if now_on != [tuple(one[1:]) for one in self._stamp["its adapters"]]:  # type: ignore[attr-defined]
+                raise ValueError(f"its adapters changed after the first tokens of this cache had come: {ANEW}")
+
+    def cut(self, columns: int) -> None:
+        """Keep the first columns, as after crop()."""
+        if columns < self._columns:
+            ids = self.ids
+            self._passes = None if ids is None else [ids[:, :columns]]
+            self._columns = columns
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows in this order, as beams do."""
+        ids = self.ids
+        if ids is not None:
+            self._passes = [ids[rows.to(ids.device)]]
+
+    def repeat(self, repeats: int) -> None:
+        """Give each row `repeats` times, side by side."""
+        ids = self.ids
+        if ids is not None:
+            self._passes = [ids.repeat_interleave(repeats, 0)]
+
+    def check(self, held: int, given: dict[str, Any]) -> None:
+        """Raise ValueError unless what generate() was given goes on from the `held` columns of a cache.
+
+        given: the arguments of generate(); its attention_mask tells new ids from those of a whole conversation
+        """
+        ids: Any = given.get("input_ids")
+        embeds: Any = given.get("inputs_embeds")
+        mask = given.get("attention_mask")
+        ids = given.get("inputs") if ids is None else ids
+        coming: Any = embeds if isinstance(embeds, Tensor) else ids
+        if not held or not isinstance(coming, Tensor) or coming.ndim < 2:
+            return
+        what, came = "embedding" if coming is embeds else "id", coming.shape[1]
+        if coming is ids and isinstance(mask, Tensor) and mask.shape[1] > came:  # the mask alone is of everything
+            if mask.shape[1] != held + came:
+                raise ValueError(
+                    f"the cache holds {amount(held, 'token')} and {amount(came, 'id')} came, but attention_mask has "
+                    f"{mask.shape[1]} columns: give it {held + came}, or {ANEW}"
+                )
+            return
+        if came <= held:
+            raise ValueError(
+                f"the cache holds {amount(held, 'token')} and {amount(came, what)} came: give the {what}s of the whole "
+                f"conversation, or call cache.reset() first"
+            )
+        mine = self.ids
+        if coming is not ids or mine is None or mine.shape != (len(coming), held):
+            return
+        differs = mine.to(coming.device) != coming[:, :held]
+        if isinstance(mask, Tensor) and mask.shape[1] == came:
+            differs &= mask[:, :held].bool()  # padding may have any id
+        if bool(differs.any()):
+            row, column = differs.nonzero()[0].tolist()
+            raise ValueError(
+                f"the ids do not go on from the {amount(held, 'token')} that the cache holds: row {row} differs from "
+                f"column {column} on; give the whole conversation, or {ANEW}"
+            )
+
+    def fill(self, before: int, held: int, given: dict[str, Any], result: Any) -> None:
+        """Take in what replayed steps have read, which no hook saw: the ids that generate() returned."""
+        sequences = getattr(result, "sequences", result)
+        ids = given.get("input_ids", given.get("inputs"))
+        mine = self.ids
+        if held == self._columns or mine is None or not isinstance(ids, Tensor):
+            return
+        whole = not before or ids.shape[1] > before
+        kept = sequences[:, :held] if whole else torch.cat([mine[:, :before], sequences[:, : held - before]], 1)
+        alike = len(sequences) == len(mine) and kept.shape[1] == held
+        self._passes, self._columns = ([kept], held) if alike else (None, held)
+
+
+class _Generate:
+    """`model.generate` that lets a compressed cache check its ids; a copied or unpickled model has the plain one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """See transformers' `generate`."""
+        model: Any = self._model()
+        given = kwargs if inputs is None else {"inputs": inputs, **kwargs}
+        cache = _compressed(kwargs)
+        if cache is None:
+            return type(model).generate(model, inputs, *args, **kwargs)
+        before = cache.held
+        cache.conversation.check(before, given)
+        result = type(model).generate(model, inputs, *args, **kwargs)
+        cache.conversation.fill(before, cache.held, given, result)
+        return result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        model: Any = self._model()
+        return getattr, (model, "generate")  # before the copy has attributes of its own, the method of its class
+
+
+def _compressed(kwargs: dict[str, Any]) -> Any:
+    """The compressed cache among the arguments of a call, None = none; transformers 5.24 calls it `cache`."""
+    caches = (kwargs.get("past_key_values"), kwargs.get("cache"))
+    return next((cache for cache in caches if hasattr(cache, "conversation")), None)
+
+
+def _before_pass(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook before the decoder of a model."""
+    cache = _compressed(kwargs)
+    if cache is None:
+        return
+    if decoder.training and getattr(decoder, "gradient_checkpointing", False):
+        warnings.warn(
+            "transformers drops the cache while gradient checkpointing is on in training mode, so nothing is "
+            "compressed: call model.eval() or model.gradient_checkpointing_disable()",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if ids is not None and capturing(ids):  # the ids of a captured step are a buffer; `fill` takes in what it reads
+        return
+    cache.conversation.read(decoder, cache.held, ids)
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The part of a model that reads ids and fills the cache."""
+    found = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
+    return model if found is None else found
+
+
+def listen(model: nn.Module) -> None:
+    """Let a model tell its compressed caches what it reads; once a model."""
+    decoder = decoder_of(model)
+    if _before_pass not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(_before_pass, with_kwargs=True)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    for one in (model, base):
+        if hasattr(type(one), "generate") and not isinstance(vars(one).get("generate"), _Generate):
+            vars(one)["generate"] = _Generate(one)
