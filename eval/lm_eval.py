@@ -145,13 +145,11 @@ class CompressedLM(TemplateLM):
             prompts, rows = zip(*(asked[i] for i in some), strict=True)
             ((_, answers),) = self.replay.answers(prompts, rows, [self.method])
             for i, row, answer in zip(some, rows, answers, strict=True):
-                self._note(len(asked[i][0].ids), answer.compressed, answer.dense_only, answer.non_finite)
+                self.warnings.note(self.method, "lm_eval", len(asked[i][0].ids), answer.compressed, answer.dense_only,
+                                   answer.non_finite, answer.saturated)  # fmt: skip
                 replies[i] = cut_at_stop(answer.text, row.stop)
                 self.cache_hook.add_partial("generate_until", requests[i].args, replies[i])
         return replies
-
-    def _note(self, tokens: int, compressed: bool | None, dense_only: bool, non_finite: int | None) -> None:
-        self.warnings.note(self.method, "lm_eval", tokens, compressed, dense_only, non_finite)
 
     def _request(self, number: int, context: str, options: dict[str, Any]) -> tuple[Prompt, Row]:
         check_greedy(options)
@@ -192,6 +190,7 @@ class CompressedLM(TemplateLM):
         for continuation in continuations:
             cache, logits = method.cache(self.model, prompt), prompt.logits
             compression = Compression(method, cache, prompt)
+            saturated = next(iter(compression.saturated() or ()), None)
             total, greedy, broken = 0.0, True, None
             for step, (token, wanted) in enumerate(zip([last, *continuation[:-1]], continuation, strict=True)):
                 if token is not None:
@@ -201,7 +200,8 @@ class CompressedLM(TemplateLM):
                 if broken is None and not bool(logits[0].amax().isfinite()):
                     broken = step
             ((_, compressed),) = compression.found([len(continuation) - (last is None)])
-            self._note(len(context), compressed if method.axes else None, False, broken)
+            less = compressed if method.axes else None
+            self.warnings.note(method, "lm_eval", len(context), less, False, broken, saturated)
             yield total, greedy
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:

@@ -133,6 +133,9 @@ class ResultRow(TypedDict):
     # layer above which the prefill dropped tokens, where it looks for that layer itself (ASL); -1 if it found none,
     # None for other methods
     selected_layer: int | None
+    # numbers of the prompt's middle beyond the largest that their format stores (FP8); None where no format has a
+    # largest number, or tokens are evicted while decoding; older rows lack it
+    saturated: NotRequired[Count | None]
     batch: int
     settings: RowSettings
     versions: dict[str, str]  # of Python and the libraries

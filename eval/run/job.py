@@ -213,7 +213,8 @@ class Job:
             for key, (row, prompt), answer in zip(keys[id(method)], samples, answers, strict=True):
                 if key not in results.keys:
                     tokens = _tokens(row, prompt)
-                    said.note(method, cell.place, tokens, answer.compressed, answer.dense_only, answer.non_finite)
+                    said.note(method, cell.place, tokens, answer.compressed, answer.dense_only, answer.non_finite,
+                              answer.saturated)  # fmt: skip
                     results.append(self.result(key, method, row, prompt, answer))
 
     def result(self, key: Key, method: Method, row: Row, prompt: Prompt, answer: Answer) -> ResultRow:
@@ -237,6 +238,7 @@ class Job:
             "non_finite": answer.non_finite,
             "fidelity": answer.fidelity,
             "selected_layer": answer.selected_layer,
+            "saturated": answer.saturated,
             "batch": answer.batch,
             "settings": self.config(method, key.task, prompt.specials),
             "versions": versions(),

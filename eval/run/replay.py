@@ -26,6 +26,7 @@ from leank.data_gen.task import Sample
 from leank.eval.benchmarks.base import Row, cut_at_stop
 from leank.eval.cache import CompressedCache
 from leank.eval.cache.graph import stores
+from leank.eval.cache.storage.codecs import PageSegment
 from leank.eval.inference.decode import Stopped, greedy
 from leank.eval.inference.models import windows_of
 from leank.eval.inference.prefill import Prefill, PromptLayer, extend, pad_left, prefill
@@ -98,6 +99,7 @@ class Answer:
     score: float | None = None
     # layer that the prefill selected, -1 if it found none; None for a prefill that looks for none
     selected_layer: int | None = None
+    saturated: int | None = None  # see `eval.rows.ResultRow`
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,15 @@ class Compression:
             if isinstance(layer, PromptLayer) and layer.kept is not None:
                 self.dropped |= ((layer.kept >= 0).sum(-1) < prompt.lengths).cpu().numpy()
 
+    def saturated(self) -> list[int] | None:
+        """Return per row how many numbers of the prompt's middle saturated; None where that is not known.
+
+        To be called before anything follows the prompt. Tokens that are evicted while decoding take their counts along.
+        """
+        parts = [part for store in self.stores for part in (store.prompt, store.tail) if store.eviction is None]
+        counts = [part.saturated for part in parts if isinstance(part, PageSegment) and part.saturated is not None]
+        return torch.stack(counts).sum(0).tolist() if counts else None
+
     def found(self, fed: Sequence[int], branch: Cache | None = None) -> list[tuple[int, bool]]:
         """Return per row the middle tokens of the layer with most, and whether less than all of them is held or read.
 
@@ -196,7 +207,7 @@ class Warnings:
             log.warning(what, method, where, *values)
 
     def note(self, method: Method, where: str, tokens: int, compressed: bool | None, dense_only: bool,
-            non_finite: int | None) -> None:  # fmt: skip
+            non_finite: int | None, saturated: int | None) -> None:  # fmt: skip
         """Note one sample. tokens: of its prompt; the other values are those of its row."""
         if compressed is False:
             self.say(
@@ -209,6 +220,12 @@ class Warnings:
                 "%s, %s: a reply rests on the first token alone, which comes from the dense prefill; its score says "
                 "nothing about the method: raise max_new_tokens or use compress=before_question",
                 method.label, where,
+            )  # fmt: skip
+        if saturated:
+            self.say(
+                "%s, %s: numbers saturate: %d of a prompt's middle are beyond the largest that their format stores; "
+                "calibrate scales (method.fp8.bits.scales=head) or take other bits (kivi8)",
+                method.label, where, saturated,
             )  # fmt: skip
         if non_finite is not None:
             self.say("%s, %s: non-finite logits at step %d; such a sample scores 0", method.label, where, non_finite)
@@ -352,6 +369,7 @@ class Replay:
         cache = method.cache(self.model, prompt)
         sealed = self.now() - start
         held, compression = cache_bytes(cache, prompt), Compression(method, cache, prompt)
+        saturated = compression.saturated()
         again = batch.continuation is not None and batch.turns[0].texts is None  # a second cache will be built
         if method.prefill is not None and not again:
             prompt.layers.clear()  # the cache has what it needs of them
@@ -393,6 +411,7 @@ class Replay:
                     fidelity=near[row][0],
                     score=near[row][1],
                     selected_layer=None if prompt.selected_at is None else prompt.selected_at[row],
+                    saturated=None if saturated is None else saturated[row],
                 )
                 for row, tokens in enumerate(decoded.tokens)
             ])  # fmt: skip

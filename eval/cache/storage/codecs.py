@@ -123,6 +123,10 @@ class PageCodec(BandCodec):
     def decode(self, codes: Tensor, numbers: Tensor, keys: bool) -> Tensor:
         """The vectors [..., n, d] of codes and numbers from `encode`."""
 
+    def saturated(self, x: Tensor) -> Tensor | None:
+        """How many numbers of x [R, n, d] exceed the largest that it stores, int64 [R]; None = it has none."""
+        return None
+
     def pages(self, head_dim: int, channels: Count, dtype: torch.dtype) -> tuple[tuple[Count, Any], tuple[int, int]]:
         """For K, of which so many channels are kept, and for V: bytes of a page's codes, and of its numbers."""
         numbers = PAGE * dtype.itemsize
@@ -210,11 +214,16 @@ class Plane(NamedTuple):
 
 
 class PageSegment(Segment):
-    """A Segment whose k and v are packed pages, uint8; appended tokens begin at a whole group in every head."""
+    """A Segment whose k and v are packed pages, uint8; appended tokens begin at a whole group in every head.
+
+    saturated: int64 [B] on the device, numbers beyond the largest that is stored (`PageCodec.saturated`) among those
+        appended to this very segment; None = none was appended to a codec with a largest number
+    """
 
     def __init__(self, extent: Extent, codec: BandCodec) -> None:
         assert extent.values is None
         self.codec = codec
+        self.saturated: Tensor | None = None
         super().__init__(extent)
 
     def _of_form(self, extent: Extent) -> PageSegment:
@@ -247,6 +256,7 @@ class PageSegment(Segment):
         k = kept_of(k, self.channels, row, head)
         for codec, keys, channels, codes, numbers in self._planes(row, number, head):
             x = (k if keys else v)[..., channels]
+            self._count_saturated(row, codec.saturated(x))
             # A short group repeats its last token, and so the kernel reads numbers where it reads pairs of tokens.
             whole = torch.cat([x, x[:, -1:].expand(-1, short, -1)], 1)
             held = codec.unpack(codes[:, first:last], numbers[:, first:last], x.shape[-1], keys)
@@ -257,6 +267,13 @@ class PageSegment(Segment):
                 old[:, begin : begin + coded.shape[1]] = coded
             of_codes, of_numbers = (y.unflatten(1, (last - first, -1)) for y in opened)
             codes[:, first:last], numbers[:, first:last] = codec.pack(of_codes, of_numbers, keys)
+
+    def _count_saturated(self, row: int, found: Tensor | None) -> None:
+        """Add to the counts of as many rows from `row` on."""
+        if found is not None:
+            if self.saturated is None:
+                self.saturated = torch.zeros(len(self.length), dtype=torch.int64, device=found.device)
+            self.saturated[row : row + len(found)] += found
 
     def _planes(self, row: int, number: int, head: int) -> list[Plane]:
         """What one head holds in `number` rows of the same layout: the bands of K in their order, then V."""

@@ -35,6 +35,7 @@ class FP8(FromSamples, Bits):
       s = 1,   or   s = max |x| / 448 over the calibration samples
 
     The first is what vLLM does with weights that bring no scales, the second what tools that add scales to weights do.
+    A row says how many numbers of its prompt's middle are larger than 448 s (`eval.rows.ResultRow.saturated`).
 
     Deviations
     - vLLM also stores sink and window in FP8, and may compute the products in FP8, with rounded queries and weights.
@@ -90,6 +91,9 @@ class Scaled(PageCodec):
         """The bytes of x / s in e4m3, uint8 [R, n, d], and no numbers, [R, n, 0]."""
         scaled = (x.to(wide(x)) / self.scale).clamp(-LARGEST, LARGEST)
         return scaled.to(FORMAT).view(torch.uint8), x.new_empty(*x.shape[:-1], 0)
+
+    def saturated(self, x: Tensor) -> Tensor:
+        return ((x.to(wide(x)) / self.scale).abs() > LARGEST).sum((1, 2))
 
     def decode(self, codes: Tensor, numbers: Tensor, keys: bool) -> Tensor:
         """The numbers of these bytes times s, rounded once."""

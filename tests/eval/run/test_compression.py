@@ -12,6 +12,7 @@ from leank.eval.inference.models import ModelConfig
 from leank.eval.inference.prefill import prefill
 from leank.eval.inference.prompts import Prompt
 from leank.eval.methods import Method
+from leank.eval.methods.bits.fp8 import FP8
 from leank.eval.methods.channels.leank import LeanK
 from leank.eval.methods.channels.random import Random
 from leank.eval.methods.prefill.asl import ASL
@@ -23,7 +24,7 @@ from leank.eval.report import write_report
 from leank.eval.rows import Results, read
 from leank.eval.run.job import Job
 from leank.eval.run.replay import Replay, Settings, Warnings
-from tests.helpers.cache_oracle import tiny_model
+from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, tiny_model
 from tests.helpers.replay_tools import NEW, SIZES, Letters, Two, methods, prompts, rows
 from tests.helpers.report_rows import row, stored
 
@@ -164,6 +165,43 @@ def test_a_run_says_once_per_method_and_cell_that_nothing_is_compressed(tmp_path
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("lengths", [[40], [40, 23, 9]], ids=str)
+@pytest.mark.parametrize("choice", [None, Random(0.5, 0)], ids=["whole", "pruned"])
+def test_a_row_counts_the_numbers_that_saturate(lengths, choice):
+    """Beside a count over the dense pass: of the middle, channels that are kept, each row's own."""
+    model = copy.deepcopy(tiny_model("llama"))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.mul_(3000)
+    ids, mask = left_padded(lengths, 0)
+    dense = prefill(model, ids, mask, 8)
+    keep = torch.ones(LAYERS, HEADS, DIM, dtype=torch.bool) if choice is None else choice.keep_mask(dense, model.config)
+    want = [0] * len(lengths)
+    for index, layer in enumerate(dense.layers):
+        for i, length in enumerate(lengths):
+            first = ids.shape[1] - length
+            middle = slice(first + SIZES["sink"], max(first, ids.shape[1] - SIZES["window"]))
+            k, v = (x[i, :, middle] for x in (layer.keys, layer.values))
+            want[i] += int(((k.abs() > 448) & keep[index][:, None]).sum()) + int((v.abs() > 448).sum())
+    made = [Prompt(one[real].tolist(), 5) for one, real in zip(ids, mask.bool(), strict=True)]
+    method = Method("m", channels=choice, bits=FP8(), **SIZES)
+    ((_, found),) = Replay(model, Letters(), Settings()).answers(made, rows(len(lengths)), [method])
+    assert [answer.saturated for answer in found] == want
+    assert want[0] > 0
+
+
+def test_a_run_says_that_numbers_saturate_and_its_rows_how_many(tmp_path, caplog):
+    model = copy.deepcopy(tiny_model("llama"))
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.mul_(1e5)
+    some = [Method("dense"), Method("eight", bits=FP8(), **SIZES), methods()[1]]
+    with caplog.at_level(logging.WARNING, "eval"):
+        found = run(tmp_path, model, some)
+    said = [r.getMessage() for r in caplog.records if "numbers saturate" in r.getMessage()]
+    assert [s.split(":")[0] for s in said] == ["eight, a, 40 tokens", "eight, b, 40 tokens"]
+    assert all((r["saturated"] or 0) > 0 if r["method"] == "eight" else r["saturated"] is None for r in found)
+
+
 def test_the_report_marks_such_cells(tmp_path):
     marked = {"middle_tokens": 0, "compressed": False, "dense_only": True, "non_finite": None}
     rows_ = [row("dense", i, 1.0, dense_only=True) for i in range(3)]
@@ -194,6 +232,6 @@ def test_the_report_marks_such_cells(tmp_path):
 def test_a_run_goes_on_while_one_dense_sample_is_sound():
     said = Warnings()
     for broken in (0, None, 3):
-        said.note(Method("dense"), "t", 9, None, False, broken)
+        said.note(Method("dense"), "t", 9, None, False, broken, None)
     said.stop_if_broken("m", "auto")
     Warnings().stop_if_broken("m", "auto")
