@@ -3,9 +3,10 @@
     cache = compressed_cache(model, "mask.safetensors")
     model.generate(**inputs, past_key_values=cache)
 
-Read `cache` first (the cache of a model), then `layer` (one layer of it, and how transformers calls it). `storage`
-keeps the tokens: `store` is one layer's, `segment` its ragged middle. `attention` reads them: `batched` in plain
-PyTorch, `kernels` in Triton. `hook` registers both with transformers; `memory` counts bytes.
+Read `naive` first (what a cache computes, in plain loops), then `cache` (the cache of a model) and `layer` (one layer
+of it, and how transformers calls it). `storage` keeps the tokens: `store` is one layer's, `segment` its ragged middle.
+`attention` reads them: `batched` in plain PyTorch, `kernels` in Triton. `hook` registers both with transformers;
+`memory` counts bytes.
 """
 
 from leank.eval.cache.cache import CompressedCache, compressed_cache

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from leank.eval.cache.attention.ranking import Bounds
 from leank.eval.cache.attention.softmax import PLAIN, Softmax
+from leank.eval.cache.naive import best_pages, highest
 from leank.eval.cache.storage.eviction import Eviction
 from leank.eval.cache.storage.store import Store
 from leank.eval.methods.reads.double_sparsity import Labels, rounded
@@ -71,14 +72,7 @@ def visible(reads: object, row: int, head: int, q: Tensor, k: Tensor, channels: 
         return highest(score, reads.most)
     assert isinstance(reads, Pages)
     low, high = (bound.to(q.dtype) for bound in bounds_of(reads.bounds, row, head))
-    bound = torch.maximum(q[..., None, :] * low, q[..., None, :] * high).sum(-1)  # [G, Q, pages]
-    return highest(bound, reads.ranking.most).repeat_interleave(reads.bounds.page, -1)[..., : len(k)]
-
-
-def highest(score: Tensor, most: int) -> Tensor:
-    """Bool [..., n]: the `most` highest scores of each row."""
-    chosen = score.topk(min(most, score.shape[-1])).indices
-    return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, chosen, True)
+    return best_pages(q, low, high, reads.bounds.page, reads.ranking.most)[..., : len(k)]
 
 
 def bounds_of(bounds: Bounds, row: int, head: int) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,5 @@
-"""A mask's layout of bits in a cache: pages of bands, generation over them, and every other use of a cache, against an
-oracle that shares no code with eval.cache."""
+"""A mask's layout of bits in a cache: pages of bands, generation over them, and every other use of a cache, against the
+naive form."""
 
 import copy
 
@@ -13,6 +13,7 @@ from transformers import Cache
 from leank import ChannelMask, compressed_cache
 from leank.eval.cache import CompressedCache, Sizes, bytes_per_row
 from leank.eval.cache.hook import ATTENTION
+from leank.eval.cache.naive import in_bits
 from leank.eval.cache.storage.banded import codecs, tokens_from_lines, tokens_in_lines
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.quantised import Packing
@@ -24,25 +25,13 @@ from leank.eval.methods.channels.leank import LeanK
 from leank.eval.methods.channels.leank_budget import LeanKBudget
 from leank.eval.methods.memory import method_bytes
 from leank.eval.methods.tokens.snapkv import SnapKV
-from leank.precision import GROUP, Precision, value_group
-from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, SEEDS, RoundingOracle, compare, left_padded, run, tiny_model
+from leank.precision import GROUP, Precision
+from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, SEEDS, OracleLayer, compare, left_padded, run, tiny_model
 from tests.helpers.layouts import layout, layout_mask
 from tests.helpers.segments import LAST, check_segment
-from tests.oracles.rounding import fake_quantise
 
 SHAPE, SIZES = (LAYERS, HEADS, DIM), (2, 70, 64)
 FULL = torch.full(SHAPE, 16, dtype=torch.uint8)
-
-
-def rounded(k, v, key_bits, value_bits):
-    """Tokens k, v [n, D] that enter a head's middle together, each channel of K and each group of V by its bits."""
-    k = k.clone()
-    for channel, bits in enumerate(key_bits.tolist()):
-        if 0 < bits < 16 and len(k):
-            k[:, channel] = torch.cat([fake_quantise(x, bits) for x in k[:, channel].split(GROUP)])
-    if value_bits < 16:
-        v = torch.cat([fake_quantise(x, int(value_bits)) for x in v.split(value_group(v.shape[1]), 1)], 1)
-    return k, v
 
 
 def test_lines_of_keys_are_in_the_order_of_products():
@@ -61,12 +50,12 @@ def test_a_segment_holds_every_band_in_its_bits(dim, appends, last, seed):
     (codec,), key_bits, value_bits = codecs(precision), precision.key_bits[0], precision.value_bits[0]
     channels = KeptChannels.of(key_bits > 0, torch.empty(2, 3, 0, dim), codec.order)
 
-    def in_bits(head, k, v):
+    def of_head(head, k, v):
         widths = key_bits[head][channels.index[0, head, : k.shape[1]].long()]
         assert widths.tolist() == sorted(widths.tolist(), reverse=True)
-        return rounded(k, v, widths, value_bits[head])
+        return in_bits(k, v, widths, value_bits[head])
 
-    segment, tokens = check_segment(codec, channels, dim, appends, last, seed, in_bits)
+    segment, tokens = check_segment(codec, channels, dim, appends, last, seed, of_head)
     kept, (token_k, token_v) = (key_bits > 0).any(-1), (x[0] for x in precision.token_bytes(8))
     cells, whole = torch.from_numpy(-(-tokens // GROUP) * GROUP), torch.from_numpy(tokens)
     held = [float((n * size * kept).sum()) for n, size in ((cells, token_k), (whole, token_v))]
@@ -75,7 +64,10 @@ def test_a_segment_holds_every_band_in_its_bits(dim, appends, last, seed):
 
 def oracle(precision, sizes):
     def layer(*bits):
-        return RoundingOracle(bits[0] > 0, sizes, lambda head, k, v: rounded(k, v, *(one[head] for one in bits)))
+        def rounded(head, k, v):
+            return in_bits(k, v, *(one[head] for one in bits))
+
+        return OracleLayer(bits[0] > 0, *sizes, rounded=rounded)
 
     return Cache([layer(*bits) for bits in zip(precision.key_bits, precision.value_bits, strict=True)])
 

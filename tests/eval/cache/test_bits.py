@@ -11,6 +11,7 @@ from transformers import Cache
 from leank.eval.cache import Sizes, bytes_per_row, compressed_cache
 from leank.eval.cache.hook import ATTENTION
 from leank.eval.cache.memory import measure_store
+from leank.eval.cache.naive import fake_quantise
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.codecs import OfHeads
 from leank.eval.cache.storage.middle import Middle
@@ -28,7 +29,7 @@ from tests.helpers.cache_oracle import (
     HEADS,
     LAYERS,
     SEEDS,
-    RoundingOracle,
+    OracleLayer,
     compare,
     left_padded,
     random_keep,
@@ -36,7 +37,6 @@ from tests.helpers.cache_oracle import (
     tiny_model,
 )
 from tests.helpers.segments import LAST, check_segment, random_channels
-from tests.oracles.rounding import fake_quantise
 
 BITS = st.sampled_from([2, 4, 8])
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -196,7 +196,7 @@ def quantised_oracle(keep, sizes, bits, group):
     def rounded(head, k, v):
         return fake_quantise_middle(k, v, bits, group)
 
-    return Cache(layers=[RoundingOracle(k, sizes, rounded) for k in keep])
+    return Cache(layers=[OracleLayer(k, *sizes, rounded=rounded) for k in keep])
 
 
 @settings(max_examples=15, derandomize=True)
@@ -307,11 +307,11 @@ def test_fp8_generates_as_a_dense_cache_whose_middle_is_rounded(scales):
         found = [x.abs().amax((0, 2, 3)) / 448 for x in (layer.keys, layer.values)]  # [H]
         if scales != "head":
             found = [x.amax().expand(HEADS) if scales == "tensor" else torch.ones(HEADS) for x in found]
-        layers.append(RoundingOracle(torch.ones(HEADS, DIM, dtype=torch.bool), sizes, in_fp8_by(*found)))
+        layers.append(OracleLayer(torch.ones(HEADS, DIM, dtype=torch.bool), *sizes, rounded=in_fp8_by(*found)))
     want = run(model, Cache(layers=layers), ids, mask, 20, "oracle")
     compare(run(model, compressed_cache(model, middles, *sizes, backend="torch"), ids, mask, 20, ATTENTION), want)
 
 
 def in_fp8_by(k_scales, v_scales):
-    """How a RoundingOracle rounds by scales [H]."""
+    """How an OracleLayer rounds by scales [H]."""
     return lambda head, k, v: (in_fp8(k, k_scales[head]), in_fp8(v, v_scales[head]))

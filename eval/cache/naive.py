@@ -1,0 +1,215 @@
+"""A compressed cache of one sequence and one KV head in plain loops: what every backend computes. Read it first.
+
+    sink     the first tokens, whole
+    middle   the tokens between: kept channels alone, perhaps in fewer bits, perhaps not all tokens
+    window   the last tokens, whole; its oldest `flush` move to the middle whenever it holds window + flush
+
+    head = Head(Rules(sink=4, window=64, flush=32, channels=kept))
+    for k, v, q in prompt:              # dense attention, while the prompt comes
+        head.append(k, v)
+        out = head.attend(q, scaling)
+    head.compress()                     # the prompt becomes sink | middle | window
+    for k, v, q in reply:               # a decoding step
+        head.append(k, v)
+        out = head.attend(q, scaling)
+        head.flush()                    # and evict
+
+Nothing here is fast, and nothing of the cache uses it. Tests hold the backends to it: what they store in pages and
+rings and read by kernels gives the same outputs. G: query heads of the KV head; D: head_dim; n: tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from leank.precision import GROUP, WHOLE, value_group
+
+
+class Rules(NamedTuple):
+    """What a method has chosen for this head; the axes in brackets.
+
+    sink, window, flush: tokens
+    channels: bool [D], kept channels of the middle's K; a head without any has no middle, neither K nor V (channels)
+    values: bool [D], kept channels of the middle's V; None = all (channels)
+    center: [D], what K is taken to be in its pruned channels, such as its mean; None = 0
+    joins: whether tokens that leave the window join the middle, or are dropped (tokens)
+    bits: (K, V) -> (K, V), each [n, D]: tokens that enter the middle together, as they are read; None = as given (bits)
+    reads: (q [G, c], K [n, c]) -> bool [G, n]: what each query head reads of the middle; None = every token (reads)
+    stays: scores [n] -> bool [n]: which tokens of the middle stay after a flush; None = all (tokens)
+    """
+
+    sink: int
+    window: int
+    flush: int
+    channels: Tensor
+    values: Tensor | None = None
+    center: Tensor | None = None
+    joins: bool = True
+    bits: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    reads: Callable[[Tensor, Tensor], Tensor] | None = None
+    stays: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass
+class Token:
+    """One token: K and V [D], in the middle their kept channels alone, and the attention that it has received."""
+
+    k: Tensor
+    v: Tensor
+    score: float = 0.0
+
+
+class Head:
+    """The three parts, each a list of tokens from the oldest on; until `compress`, the window holds the prompt."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.sink: list[Token] = []
+        self.middle: list[Token] = []
+        self.window: list[Token] = []
+        self.compressed = False
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Take in the next token, k and v [D]. A prompt that is shorter than the sink leaves room in it."""
+        fills_sink = self.compressed and len(self.sink) < self.rules.sink
+        (self.sink if fills_sink else self.window).append(Token(k, v))
+
+    def compress(self, kept: Tensor | None = None) -> None:
+        """Split the prompt; kept: bool [n], which of its tokens the middle may take, None = all.
+
+        The prompt's middle is not rounded up to `flush`: the window has exactly `window` tokens, or as many as there
+        are behind the sink.
+        """
+        prompt, self.compressed = self.window, True
+        begin = min(self.rules.sink, len(prompt))
+        end = max(begin, len(prompt) - self.rules.window)
+        self.sink, self.window = prompt[:begin], prompt[end:]
+        self._enter([prompt[at] for at in range(begin, end) if kept is None or kept[at]])
+        self.evict()
+
+    def flush(self) -> None:
+        """Move what is due from the window to the middle, then let the middle give up what it does not keep."""
+        size, flush = self.rules.window, self.rules.flush
+        while self.compressed and len(self.window) >= size + flush:
+            leaving, self.window = self.window[:flush], self.window[flush:]
+            if self.rules.joins:
+                self._enter(leaving)
+        if self.compressed:
+            self.evict()
+
+    def evict(self) -> None:
+        """Drop the tokens of the middle that do not stay; a token that has gone is never seen again."""
+        if self.rules.stays is not None and self.middle:
+            stays = self.rules.stays(torch.tensor([token.score for token in self.middle], dtype=torch.float64))
+            self.middle = [token for token, stay in zip(self.middle, stays.tolist(), strict=True) if stay]
+
+    def attend(
+        self, q: Tensor, scaling: float, softcap: float | None = None, sink_logits: Tensor | None = None
+    ) -> Tensor:
+        """softmax(q K) V over all three parts, [G, D]; q: [G, D], the queries of the token that was appended last.
+
+        One softmax runs over the three parts. The weights that a token receives are added to its score.
+        softcap, sink_logits: see `weights`
+        """
+        rules, keep = self.rules, self.rules.channels
+        beyond = 0 if rules.center is None else q[:, ~keep] @ rules.center[~keep].to(q.dtype)  # [G], of pruned channels
+        logits = [q @ token.k for token in self.sink]
+        logits += [q[:, keep] @ token.k + beyond for token in self.middle]
+        logits += [q @ token.k for token in self.window]
+        seen = torch.ones(len(q), len(logits), dtype=torch.bool)
+        if rules.reads is not None and self.middle:
+            begin = len(self.sink)
+            seen[:, begin : begin + len(self.middle)] = rules.reads(
+                q[:, keep], torch.stack([token.k for token in self.middle])
+            )
+        weight = weights(torch.stack(logits, -1) * scaling, seen, softcap, sink_logits)  # [G, n]
+        out, all_values = torch.zeros_like(q), torch.ones_like(keep)
+        pruned = all_values if rules.values is None else rules.values
+        for part, values in ((self.sink, all_values), (self.middle, pruned), (self.window, all_values)):
+            for token in part:
+                received, weight = weight[:, 0], weight[:, 1:]
+                out[:, values] += received[:, None] * token.v
+                token.score += float(received.sum())
+        return out
+
+    def _enter(self, tokens: list[Token]) -> None:
+        """Tokens enter the middle together: rounded, then without the pruned channels."""
+        rules = self.rules
+        if not tokens or not rules.channels.any():
+            return
+        k, v = torch.stack([token.k for token in tokens]), torch.stack([token.v for token in tokens])
+        if rules.bits is not None:
+            k, v = rules.bits(k, v)
+        for token, own_k, own_v in zip(tokens, k, v, strict=True):
+            stored = own_v if rules.values is None else own_v[rules.values]
+            self.middle.append(Token(own_k[rules.channels], stored, token.score))
+
+
+def weights(logits: Tensor, seen: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None) -> Tensor:
+    """The softmax of scaled logits [G, n] over the tokens that are seen, bool [G, n].
+
+    softcap: c, with which a logit x becomes c tanh(x / c) (Gemma 2); None = x stays x
+    sink_logits: [G], a logit that takes its share of the weight and adds nothing to the output (GPT-OSS); None = none
+    """
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    logits = logits.masked_fill(~seen, -torch.inf)
+    if sink_logits is None:
+        return logits.softmax(-1)
+    return torch.cat([logits, sink_logits[:, None].to(logits.dtype)], -1).softmax(-1)[:, :-1]
+
+
+# Bits: K and V of tokens that enter the middle together, as a page returns them
+
+
+def in_bits(k: Tensor, v: Tensor, key_bits: Tensor, value_bits: int) -> tuple[Tensor, Tensor]:
+    """K and V [n, D] in the bits of a layout, 16 = unchanged; a pruned channel has 0 bits.
+
+    K is quantised per channel: 64 tokens of it share a scale. V is quantised per token: up to 64 channels share one.
+    key_bits: [D]
+    """
+    k = k.clone()
+    for channel, bits in enumerate(key_bits.tolist()):
+        if 0 < bits < WHOLE and len(k):
+            k[:, channel] = torch.cat([fake_quantise(cell, bits) for cell in k[:, channel].split(GROUP)])
+    if value_bits < WHOLE:
+        v = torch.cat([fake_quantise(cell, int(value_bits)) for cell in v.split(value_group(v.shape[1]), 1)], 1)
+    return k, v
+
+
+def fake_quantise(x: Tensor, bits: int) -> Tensor:
+    """Replace every number of x [..., n], groups that share a scale, by the nearest of 2^bits levels.
+
+    The levels go from the group's least to its largest number; of two that are as near, the even one is taken.
+    """
+    low, high, wide = x.amin(-1), x.amax(-1), torch.promote_types(x.dtype, torch.float32)
+    scale = ((high.to(wide) - low.to(wide)) / (2**bits - 1)).to(x.dtype)
+    number = torch.arange(2**bits)
+    level = low.double()[..., None] + scale.double()[..., None] * number  # [..., levels]
+    distance = (x.double()[..., None] - level[..., None, :]).abs()
+    nearest = distance == distance.amin(-1, keepdim=True)
+    nearest = torch.where(nearest, number % 2, 2).argmin(-1)
+    return (nearest * scale.to(wide)[..., None] + low.to(wide)[..., None]).to(x.dtype)
+
+
+# Reads and evictions
+
+
+def highest(score: Tensor, most: int) -> Tensor:
+    """Bool [..., n]: the `most` highest scores of each row."""
+    chosen = score.topk(min(most, score.shape[-1])).indices
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, chosen, True)
+
+
+def best_pages(q: Tensor, low: Tensor, high: Tensor, page: int, most: int) -> Tensor:
+    """Bool [..., pages * page]: the tokens of the `most` pages whose keys could score highest (Quest, Algorithm 1).
+
+    q: [..., c]; low, high: [pages, c], smallest and largest key of each page
+    """
+    bound = torch.maximum(q[..., None, :] * low, q[..., None, :] * high).sum(-1)
+    return highest(bound, most).repeat_interleave(page, -1)
