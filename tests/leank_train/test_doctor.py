@@ -121,8 +121,18 @@ def test_a_mistake_is_one_line(capsys, monkeypatch):
         assert re.search(line, capsys.readouterr().err)
 
 
-def test_a_bare_command_gets_settings_that_fit_its_model():
+def test_a_bare_command_gets_settings_that_fit_its_model(monkeypatch):
     """Named settings stay, and a run whose configuration works, or an experiment's, is left as it is."""
+    smollm2 = LlamaConfig(
+        hidden_size=576,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+    )  # of a package that need not be installed
+    monkeypatch.setattr(
+        "leank.backbone.load_config", lambda name, *more: {"smollm2": smollm2}.get(name) or load_config(name, *more)
+    )
     given = training("model=smollm2", "pruning.ratio=0.5")
     config, fit = fitted(given, ["model", "pruning.ratio"], False)
     assert check(config).pruning == replace(check(config).pruning, sink=16, window=256, align=16, ratio=0.5)
