@@ -232,5 +232,5 @@ def listen(model: nn.Module) -> None:
         decoder.register_forward_pre_hook(_before_pass, with_kwargs=True)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     for one in (model, base):
-        if hasattr(type(one), "generate") and not isinstance(vars(one).get("generate"), _Generate):
+        if hasattr(type(one), "generate") and "generate" not in vars(one):  # another library's own stays in its place
             vars(one)["generate"] = _Generate(one)
