@@ -226,11 +226,15 @@ def decoder_of(model: nn.Module) -> nn.Module:
 
 
 def listen(model: nn.Module) -> None:
-    """Let a model tell its compressed caches what it reads; once a model."""
+    """Let a model tell its compressed caches what it reads; once a model.
+
+    A `generate` that another library has put on the instance stays; then `CompressedCache.generate` alone checks ids.
+    """
     decoder = decoder_of(model)
     if _before_pass not in decoder._forward_pre_hooks.values():
         decoder.register_forward_pre_hook(_before_pass, with_kwargs=True)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     for one in (model, base):
-        if hasattr(type(one), "generate") and "generate" not in vars(one):  # another library's own stays in its place
+        plain = getattr(type(one), "generate", None)
+        if plain is not None and getattr(vars(one).get("generate", one.generate), "__func__", None) is plain:
             vars(one)["generate"] = _Generate(one)
