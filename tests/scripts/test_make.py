@@ -31,7 +31,9 @@ def checkout(tmp_path):
 def make(checkout: Path, target: str, **environment: str) -> tuple[str, list[str]]:
     """What `make target` prints, and the arguments with which it has called pip."""
     (checkout / "calls").write_text("")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    # The tests may run under a `make test VENV=...` of their own, which exports what it was given.
+    own = ("MAKE", "MFLAGS", "PYTHON", "VENV", "OUT", "VLLM_VENV")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     line = ["make", "PYTHON=./stand_in", target]
     printed = subprocess.run(
         line, cwd=checkout, env={**env, **environment}, check=True, capture_output=True, text=True
