@@ -4,6 +4,8 @@ What stops a command is one line on standard error: a setting, a file, a signal,
 refused leaves no folder.
 """
 
+import difflib
+import errno
 import logging
 import os
 import re
@@ -20,6 +22,7 @@ from types import FrameType
 from typing import NoReturn
 
 from hydra.errors import HydraException
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -27,6 +30,8 @@ from leank.errors import in_one_line, out_of_memory
 
 FULL = "HYDRA_FULL_ERROR"  # makes Hydra raise its errors; without it Hydra prints several lines and exits
 ADVICE = re.compile("Config search path|See https://|To append to your config")  # of Hydra, on its own terms
+UNKNOWN = re.compile(r"Could not override '(.+)'\.\s+To append to your config use (\+.*)")
+PASSES = {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENOMEM}  # after these the same command may go on
 
 
 def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
@@ -43,7 +48,7 @@ def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         if asked:
             raise
-        sys.exit(f"{command}: {in_one_line(ADVICE.split(str(error))[0]).removesuffix('.')}{hint}")
+        sys.exit(f"{command}: {in_one_line(ADVICE.split(str(error))[0]).removesuffix('.')}{_cure(error)}{hint}")
     except TypeError as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if asked or not frame.f_globals["__name__"].startswith("hydra."):
@@ -52,6 +57,37 @@ def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
     finally:
         if not asked:
             os.environ.pop(FULL, None)
+
+
+def _cure(error: Exception) -> str:
+    """Return what to write in place of a setting that the configuration does not have; "" for other errors."""
+    found = UNKNOWN.fullmatch(str(error).strip())
+    frames = (frame.f_locals.get("cfg") for frame, _ in traceback.walk_tb(error.__traceback__))
+    config = next((value for value in frames if isinstance(value, DictConfig)), None)
+    if found is None or config is None:
+        return ""
+    key, known = found[1].split("."), [path for path in _paths(config) if path[0] != "hydra"]
+    for depth, word in enumerate(key):  # the first word that is not there
+        names = [path[depth] for path in known if [*path[:-1]] == key[:depth]]
+        if word not in names:
+            break
+    near = difflib.get_close_matches(word, names, 1)
+    meant = [path for path in known if near and [*path] == [*key[:depth], near[0], *key[depth + 1 :]]]
+    if not meant and len(key) <= 2:
+        meant = [path for path in known if path[-1] == key[-1]]
+    above = ".".join(key[:depth]) or "the configuration"
+    if not meant and depth < len(key) - 1:
+        return f": {above} has {', '.join(names) or 'no settings'}"
+    hint = f"did you mean {min(map('.'.join, meant), key=len)}? A" if meant else "a"
+    return f": {hint} setting that {above} does not show takes a leading +, {found[2]}"
+
+
+def _paths(node: DictConfig, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name in node:
+        path, inner = (*above, str(name)), node._get_node(name)
+        yield path
+        if isinstance(inner, DictConfig) and not inner._is_none() and not inner._is_missing():
+            yield from _paths(inner, path)
 
 
 def leave_no_trace(folder: Path) -> None:
@@ -112,7 +148,7 @@ def ending(command: str, kept: Callable[[], str] | None = None) -> Iterator[None
             raise SystemExit(141) from error
         _leave(f"{command}: {error.strerror}; {kept()}", 1)
     except OSError as error:
-        said = left()
+        said = left() if kept is not None or error.errno in PASSES else "name a file or a folder that can be written"
         if error.errno is None:  # an error of this package, which says what to do
             _leave(f"{command}: {in_one_line(str(error))}", 1)
         _leave(f"{command}: {': '.join(str(x) for x in (error.filename, error.strerror) if x)}; {said}", 1)

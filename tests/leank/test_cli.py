@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.errors import ConfigCompositionException
 
 from leank.cli import FULL, ending, launch, leave_no_trace
@@ -40,6 +40,30 @@ def test_hydra_s_message_is_one_line(monkeypatch):
         "reference_ruler; see --help"
     )
     assert FULL not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("pruning.ration=0.5", "did you mean pruning.ratio? A setting that pruning does not show takes a leading +, +"),
+        ("modl.name=x", "did you mean model.name? A setting that the configuration does not show takes a leading +, +"),
+        ("ratio=0.5", "did you mean pruning.ratio? A"),
+        ("stage1.zq=1", "a setting that stage1 does not show takes a leading +, +stage1.zq=1"),
+        ("pruning.ratio.x=1", "a setting that pruning.ratio does not show takes a leading +, +pruning.ratio.x=1"),
+        ("model.nme.x=1", "model has name, dtype, chat, overrides"),
+    ],
+)
+def test_a_setting_that_is_not_there_is_named_with_what_to_write(monkeypatch, given, said):
+    monkeypatch.delenv(FULL, raising=False)
+
+    def main():
+        with initialize_config_module("leank.conf.train", version_base="1.3"):
+            compose("train", [given])
+
+    with pytest.raises(SystemExit) as stopped:
+        launch(main, "leank_train")
+    key = given.partition("=")[0]
+    assert stopped.value.code.startswith(f"leank_train: Could not override '{key}': {said}")
 
 
 @pytest.mark.parametrize(
@@ -176,6 +200,15 @@ def test_memory_of_the_cpu():
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert out_of_memory(error.value)
     assert not out_of_memory(RuntimeError("shape mismatch"))
+
+
+@pytest.mark.parametrize(("number", "goes_on"), [(errno.ENOTDIR, False), (errno.EACCES, False), (errno.ENOSPC, True)])
+def test_only_after_an_error_that_passes_the_same_command_goes_on(capsys, number, goes_on):
+    with pytest.raises(SystemExit), ending("leank_train"):
+        raise OSError(number, os.strerror(number), "/proc/x")
+    said = capsys.readouterr().err
+    assert ("to go on: " in said) == goes_on
+    assert ("name a file or a folder that can be written" in said) != goes_on
 
 
 def test_a_reader_that_has_gone_is_an_error_only_where_something_is_kept(capsys):
