@@ -13,7 +13,7 @@ from torch import Tensor
 
 from leank.eval.cache.layer import CompressedLayer, StateLayer
 from leank.eval.cache.storage.channels import MaskLike, layer_masks
-from leank.eval.cache.storage.codecs import PageCodec
+from leank.eval.cache.storage.codecs import PageCodec, RecordSegment
 from leank.eval.cache.storage.segment import PAGE, round_up
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
@@ -26,8 +26,8 @@ class Memory:
 
     sink, window: tokens held whole
     middle_k, middle_v: tokens held compressed
-    extra: what reads and eviction keep of the tokens: bounds, scores
-    tables: indices, lengths, work tables
+    extra: what reads, eviction and codes keep of the prompt: bounds, scores, norms
+    tables: indices, lengths, work tables, and the mask, which the layers share
     slack: room that is not filled yet
     other: layers that are not compressed, and prompts that are not sealed yet
     dense: bytes of a dense cache of the same tokens, padding not counted, 0 = not known; no part of `total`
@@ -89,7 +89,9 @@ def measure_store(store: Store) -> Memory:
     middle_k, middle_v = (sum(held) for held in zip(store.prompt.held(), store.tail.held(), strict=True))
     tensors = store.tensors()
     data = {"sink_k", "sink_v", "ring_k", "ring_v", "prompt.k", "prompt.v", "tail.k", "tail.v"}  # these hold tokens
+    records = {p: part.codec for p in ("prompt", "tail") if isinstance(part := getattr(store, p), RecordSegment)}
     chosen = {n for n in tensors if n.startswith(("reads.", "eviction."))}
+    chosen |= {f"{p}.{n}" for p, codec in records.items() for n in codec.tensors()}
     room = sum(_storage(t)[1] for n, t in tensors.items() if n in data)
     extra, tables = (
         sum(dict(_storage(t) for n, t in tensors.items() if n in names).values())
@@ -101,15 +103,16 @@ def measure_store(store: Store) -> Memory:
 
 def measure(layers: Iterable[Any], scratch: dict[str, Tensor]) -> Memory:
     """Bytes of all layers of a cache and of the scratch memory that they share."""
-    total = Memory(tables=sum(dict(map(_storage, scratch.values())).values()))
+    total, masks = Memory(tables=sum(dict(map(_storage, scratch.values())).values())), dict[int, int]()
     for layer in layers:
         if isinstance(layer, CompressedLayer) and layer.store is not None:
             total += measure_store(layer.store)
+            masks.update(_storage(t) for t in vars(layer.middle).values() if isinstance(t, Tensor))
         parts = layer.states if isinstance(layer, StateLayer) else (layer.keys, layer.values)
         held = [t for t in parts if isinstance(t, Tensor)]
         other = sum(dict(map(_storage, held)).values())
         total += Memory(other=other, dense=other)
-    return total
+    return total + Memory(tables=sum(masks.values()))
 
 
 def bytes_per_row(

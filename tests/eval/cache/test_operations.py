@@ -157,11 +157,12 @@ def held(thing, seen):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_memory_counts_every_tensor_that_is_held(name):
-    """Found through the objects, not through what they say of themselves."""
+    """Found through the objects, not through what they say of themselves; the mask, too."""
     machine = Rows(METHODS[name])
     machine.prefill([40, 22], 3)
     machine.turn([5, 9, 1], 4)
-    chosen = {id(layer.middle) for layer in machine.cache.layers}  # a mask is the method's, and not a prompt's
+    middles = [layer.middle for layer in machine.cache.layers]
+    chosen = {id(part) for one in middles for part in (one.bits, one.reads, one.eviction)}  # serve every prompt
     sizes = {
         one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held(machine.cache.layers, chosen)
     }

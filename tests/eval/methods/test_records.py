@@ -158,6 +158,8 @@ def test_the_cache_attends_to_the_keys_that_are_read_back(name):
                 else:
                     want = torch.stack([spark_by_hand(k, code.norms[row, head], 0.5, "mean") for k in keys[head]])
                 torch.testing.assert_close(read, want, rtol=1e-9, atol=1e-9)
+    norms = LAYERS * len(lengths) * HEADS * DIM * 8 * (name == "spark")  # in float64
+    assert cache.memory().extra == norms
 
 
 def test_records_take_no_choice_of_channels():
