@@ -71,6 +71,7 @@ def made(model, masks, tokenizer):
                 "duo_attention",
                 "fp8",
                 "kq_svd",
+                "oscar",
                 "pair_energy",
                 "pca",
                 "static_norm",
