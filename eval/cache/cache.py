@@ -327,6 +327,7 @@ def compressed_cache(
     window: int | None = None,
     flush: int | None = None,
     backend: str = "auto",
+    grid: str = "prompt",
 ) -> CompressedCache:
     """A cache for `model.generate(past_key_values=...)` that keeps the mask's channels in the middle (LeanK 3.3).
 
@@ -337,6 +338,9 @@ def compressed_cache(
     flush: tokens that move to the middle at a time; None = 32, or 64 under a mask with bits per channel, which needs a
         multiple of 64
     backend: "auto" (the Triton kernel where it can run), "torch" or "triton"
+    grid: "prompt" = the window has exactly `window` tokens behind the prompt; "absolute" = the middle ends at multiples
+        of `flush`, counted from the first token, and the window has up to flush - 1 tokens more. So do servers, whose
+        pages must not depend on where a prompt ends
 
     The model is switched to the attention implementation "leank", which is SDPA for every other cache. One cache serves
     one batch; `reset()` makes it new.
@@ -355,7 +359,7 @@ def compressed_cache(
         flush = GROUP if flush is None else flush
         banded.check_flush(flush)
     given["flush"] = flush
-    sizes = Sizes(**{name: tokens for name, tokens in given.items() if tokens is not None})  # type: ignore[arg-type]
+    sizes = Sizes(grid=grid, **{name: tokens for name, tokens in given.items() if tokens is not None})  # type: ignore[arg-type]
     middles, choice = _middles(mask, config), choose_backend(backend)
     layers: list[Layer] = []
     kinds = getattr(config, "layer_types", None)

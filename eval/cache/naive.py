@@ -41,6 +41,7 @@ class Rules(NamedTuple):
     bits: (K, V) -> (K, V), each [n, D]: tokens that enter the middle together, as they are read; None = as given (bits)
     reads: (q [G, c], K [n, c]) -> bool [G, n]: what each query head reads of the middle; None = every token (reads)
     stays: scores [n] -> bool [n]: which tokens of the middle stay after a flush; None = all (tokens)
+    absolute: whether the middle ends at multiples of `flush` alone, counted from the first token
     """
 
     sink: int
@@ -53,6 +54,7 @@ class Rules(NamedTuple):
     bits: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     reads: Callable[[Tensor, Tensor], Tensor] | None = None
     stays: Callable[[Tensor], Tensor] | None = None
+    absolute: bool = False
 
 
 @dataclass
@@ -83,11 +85,13 @@ class Head:
         """Split the prompt; kept: bool [n], which of its tokens the middle may take, None = all.
 
         The prompt's middle is not rounded up to `flush`: the window has exactly `window` tokens, or as many as there
-        are behind the sink.
+        are behind the sink. On the absolute grid it is rounded down.
         """
         prompt, self.compressed = self.window, True
         begin = min(self.rules.sink, len(prompt))
         end = max(begin, len(prompt) - self.rules.window)
+        if self.rules.absolute:
+            end = max(begin, end // self.rules.flush * self.rules.flush)
         self.sink, self.window = prompt[:begin], prompt[end:]
         self._enter([prompt[at] for at in range(begin, end) if kept is None or kept[at]])
         self.evict()

@@ -179,7 +179,7 @@ class Compression:
         budget = getattr(self.method.reads, "budget", None)
         for store, seen in zip(held_now, self.sealed, strict=True):
             size = store.sizes
-            start = np.maximum(size.sink, seen - size.window)
+            start = size.window_start(seen)
             moved = np.maximum(0, seen + np.array(fed) - start - size.window) // size.flush * size.flush
             mine = start + moved - size.sink
             held = (store.prompt.length + store.tail.length).min(-1)

@@ -40,8 +40,9 @@ class OracleLayer(DynamicLayer):
     """
 
     def __init__(
-        self, keep, sink, window, flush, tokens=None, joins=None, values=None, center=None, rounded=None, expected=0
-    ):
+        self, keep, sink, window, flush, tokens=None, joins=None, values=None, center=None, rounded=None, expected=0,
+        absolute=False,
+    ):  # fmt: skip
         super().__init__()
         self.tokens, self.expected, self.heads = tokens, expected, None
         self.rules = [
@@ -51,6 +52,7 @@ class OracleLayer(DynamicLayer):
                 center=None if center is None else center[h],
                 joins=joins is None or bool(joins[h]),
                 bits=rounded and functools.partial(rounded, h),
+                absolute=absolute,
             )
             for h in range(len(keep))
         ]  # fmt: skip

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 from leank.data_gen.task import LONGEST
 from leank.eval.cache.storage.segment import PAGE, round_up
 from leank.eval.cache.storage.upload import upload
-from leank.typed import Checked
+from leank.typed import BadConfig, Checked
 
 Tokens = Annotated[int, Ge(0), Le(LONGEST)]
+Count = TypeVar("Count", np.ndarray, Tensor)
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,37 @@ class Sizes(Checked):
     sink: first tokens of a row
     window: last tokens of a row
     flush: tokens that leave the window at a time while decoding, at least 1
+    grid: where the middle may end: "prompt", right before the window of the prompt and each `flush` tokens behind that;
+        "absolute", at multiples of `flush` alone, counted from the first token, so that what a token is in does not
+        depend on where the prompt ends. The window then has up to flush - 1 tokens more behind the prompt
 
-    Raises ValueError for other numbers.
+    Raises ValueError for other numbers, and for an absolute grid on which the sink does not end.
     """
 
     sink: Tokens = 128
     window: Tokens = 1024
     flush: Annotated[Tokens, Ge(1)] = 32
+    grid: Literal["prompt", "absolute"] = "prompt"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.grid == "absolute" and self.sink % self.flush:
+            raise BadConfig(
+                f"sink={self.sink} must be a multiple of flush={self.flush} with grid='absolute'; take "
+                f"{round_up(self.sink, self.flush)}"
+            )
 
     @property
     def ring(self) -> int:
         """Slots of the window's ring, in whole pages."""
         return round_up(self.window + self.flush, PAGE)
+
+    def window_start(self, seen: Count) -> Count:
+        """The first token of the window behind a prompt of `seen` tokens, an array or a tensor."""
+        start = seen - self.window
+        if self.grid == "absolute":
+            start = start // self.flush * self.flush
+        return start.clip(min=self.sink)
 
 
 def real_positions(seen: Tensor, new: int, real: Tensor | None) -> Tensor:
@@ -49,7 +69,7 @@ def real_positions(seen: Tensor, new: int, real: Tensor | None) -> Tensor:
 
 def middle_columns(position: Tensor, sizes: Sizes) -> Tensor:
     """Which columns of a prompt are neither sink nor window, bool [B, T]; position: [B, T], from `real_positions`."""
-    start = (position.amax(-1, keepdim=True) + 1 - sizes.window).clamp(min=sizes.sink)
+    start = sizes.window_start(position.amax(-1, keepdim=True) + 1)
     return (position >= sizes.sink) & (position < start)
 
 

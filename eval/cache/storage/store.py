@@ -3,7 +3,7 @@
 A row's real tokens are numbered 0, 1, ... whatever its padding. The first `sink` tokens stay in the sink. The last ones
 are in the window, a ring in which token i has slot i mod slots. The tokens between are in the middle. The window holds
 `window` tokens after the prompt and up to `window + flush` while decoding; when it holds that many, its oldest `flush`
-tokens move to the middle.
+tokens move to the middle. `Sizes.grid` says where the middle may end.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Store:
     def _count(self, k: Tensor, real: Tensor | None) -> None:
         """Count the prompt's real tokens, and those before the window."""
         self.seen = np.full(len(k), k.shape[2]) if real is None else real.sum(-1).cpu().numpy()
-        self.start = np.maximum(self.sizes.sink, self.seen - self.sizes.window)
+        self.start = self.sizes.window_start(self.seen)
         whole = self.start <= self.sizes.sink  # rows of which nothing goes to the middle
         self.floor = np.where(whole, 0 if real is None else before_holes(np.zeros_like(self.seen), real), self.seen)
         self.seen_dev, self.start_dev = (upload(a, k.device) for a in (self.seen, self.start))

@@ -62,12 +62,12 @@ def test_a_segment_holds_every_band_in_its_bits(dim, appends, last, seed):
     assert segment.held() == pytest.approx(tuple(held), abs=1)
 
 
-def oracle(precision, sizes):
+def oracle(precision, sizes, absolute=False):
     def layer(*bits):
         def rounded(head, k, v):
             return in_bits(k, v, *(one[head] for one in bits))
 
-        return OracleLayer(bits[0] > 0, *sizes, rounded=rounded)
+        return OracleLayer(bits[0] > 0, *sizes, rounded=rounded, absolute=absolute)
 
     return Cache([layer(*bits) for bits in zip(precision.key_bits, precision.value_bits, strict=True)])
 
@@ -84,6 +84,23 @@ def test_generate_is_that_of_a_dense_cache_with_a_rounded_middle(family, lengths
     sizes, (ids, real) = (*ends, GROUP), left_padded(lengths, seed)
     want = run(model, oracle(mask.precision, sizes), ids, real, 70, "oracle")
     compare(run(model, compressed_cache(model, mask, *ends), ids, real, 70, ATTENTION), want)
+
+
+@settings(max_examples=4, derandomize=True)
+@given(st.lists(st.integers(1, 260), min_size=1, max_size=2), st.integers(1, 100), st.sampled_from([0, 64]), SEEDS)
+def test_on_the_absolute_grid_a_middle_ends_at_multiples_of_64(lengths, window, sink, seed):
+    model, mask = tiny_model("llama"), layout_mask(SHAPE, seed)
+    ids, real = left_padded(lengths, seed)
+    cache = compressed_cache(model, mask, sink, window, grid="absolute")
+    want = run(model, oracle(mask.precision, (sink, window, GROUP), True), ids, real, 70, "oracle")
+    compare(run(model, cache, ids, real, 70, ATTENTION), want)
+    for layer in cache.compressed:
+        assert (layer.store.start % GROUP == 0).all()
+
+
+def test_a_sink_that_ends_off_the_absolute_grid_is_refused():
+    with pytest.raises(ValueError, match=r"sink=16 must be a multiple of flush=64 .* take 64"):
+        compressed_cache(tiny_model("llama"), layout_mask(SHAPE, 1), 16, 70, grid="absolute")
 
 
 def test_a_second_turn_reads_what_the_first_has_left():
@@ -113,10 +130,11 @@ def test_sixteen_bits_everywhere_are_the_mask_alone():
     assert torch.equal(results[0][1], results[1][1])
 
 
-def test_a_cache_is_saved_copied_and_reordered(tmp_path):
+@pytest.mark.parametrize(("sizes", "grid"), [(SIZES, "prompt"), ((64, 70, 64), "absolute")])
+def test_a_cache_is_saved_copied_and_reordered(tmp_path, sizes, grid):
     model, mask = tiny_model("llama", torch.float32), layout_mask(SHAPE, 8)
     ids, _ = left_padded([160, 160], 8)
-    cache = compressed_cache(model, mask, *SIZES)
+    cache = compressed_cache(model, mask, *sizes, grid=grid)
     with torch.no_grad():
         model(ids[:, :150], past_key_values=cache)
         cache.save(tmp_path / "c")
