@@ -38,6 +38,7 @@ from leank.eval.cache.storage.store import Addresses
 from leank.mask import ChannelMask
 from leank.precision import GROUP
 from leank.shape import kv_shape
+from leank.versions import GETS_STATES
 
 Layer = CacheLayerMixin | StateLayer
 
@@ -85,6 +86,8 @@ class CompressedCache(Cache):
         """Columns that have come, padding included."""
         return self.get_seq_length(self._with_tokens[0])
 
+    max_cache_len = property()  # transformers 5.17 has one; without a getter, the following answers
+
     def __getattr__(self, name: str) -> Never:  # called for attributes that a cache lacks
         why = (
             "; peft's prefix tuning needs a cache of its own: take LoRA or prompt tuning"
@@ -122,6 +125,12 @@ class CompressedCache(Cache):
         """Return the state with which a layer of linear attention begins. Raises RuntimeError after a broken pass."""
         self._reach(layer_idx)
         return super().get_conv_state(layer_idx, state_idx)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return whether a layer of linear attention has read tokens. Raises RuntimeError after a broken pass."""
+        if layer_idx is not None and not GETS_STATES:
+            self._reach(layer_idx)
+        return super().has_previous_state(layer_idx, state_idx)
 
     def _reach(self, layer_idx: int) -> None:
         """Note that a pass has come to a layer. Raises RuntimeError if it is a new one, and the last broke off."""
@@ -187,7 +196,7 @@ class CompressedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last -tokens_to_remove tokens of every layer; see `CompressedLayer.crop`."""
-        super().crop(tokens_to_remove)
+        super().crop(int(tokens_to_remove))  # assisted decoding may hand over a tensor
         self.conversation.cut(self.held)
         self._since_crop = 0
 
@@ -215,6 +224,7 @@ class CompressedCache(Cache):
                 layer.reset_in_place()
             else:
                 layer.reset()
+                layer.is_initialized = False  # or a sliding layer of transformers 5.17 goes on with keys of zeros
             if hasattr(layer, "record_past"):
                 layer.record_past = False
 

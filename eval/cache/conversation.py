@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from leank.data_gen.amount import amount
 from leank.eval.cache.fingerprint import model_digest, stamp, tuners
 from leank.eval.cache.storage.upload import capturing
+from leank.versions import CHECKPOINTING_KEEPS_CACHE, CHUNKS_GO_ON
 
 ANEW = "call cache.reset() first"
 
@@ -186,6 +187,8 @@ class _Generate:
             return type(model).generate(model, inputs, *args, **kwargs)
         before = cache.held
         cache.conversation.check(before, given)
+        if before and not CHUNKS_GO_ON:
+            kwargs["prefill_chunk_size"] = None
         result = type(model).generate(model, inputs, *args, **kwargs)
         cache.conversation.fill(before, cache.held, given, result)
         return result
@@ -196,7 +199,7 @@ class _Generate:
 
 
 def _compressed(kwargs: dict[str, Any]) -> Any:
-    """The compressed cache among the arguments of a call, None = none; transformers 5.24 calls it `cache`."""
+    """The compressed cache among the arguments of a call, by either of their names; None = none."""
     caches = (kwargs.get("past_key_values"), kwargs.get("cache"))
     return next((cache for cache in caches if hasattr(cache, "conversation")), None)
 
@@ -206,7 +209,8 @@ def _before_pass(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     cache = _compressed(kwargs)
     if cache is None:
         return
-    if decoder.training and getattr(decoder, "gradient_checkpointing", False):
+    dropped = torch.is_grad_enabled() or not CHECKPOINTING_KEEPS_CACHE
+    if dropped and decoder.training and getattr(decoder, "gradient_checkpointing", False):
         warnings.warn(
             "transformers drops the cache while gradient checkpointing is on in training mode, so nothing is "
             "compressed: call model.eval() or model.gradient_checkpointing_disable()",

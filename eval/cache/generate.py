@@ -32,6 +32,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
 from leank.eval.cache.graph import CAPTURE_FOR, DecodeLoop, KeptSteps, capturable, retractable, step_key
+from leank.versions import CACHE
 
 ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")  # settings that draft
 PLAIN = {"inputs_embeds", "output_attentions", "output_hidden_states"}  # inputs that a captured step does not have
@@ -62,7 +63,7 @@ class _Stepped:
         elif not self._loop.captured:
             self._loop = self._captured(self._loop)
         logits = self._loop.step(tokens, inputs.get("attention_mask"))
-        return CausalLMOutputWithPast(logits=logits[:, None], past_key_values=self._cache)
+        return CausalLMOutputWithPast(logits=logits[:, None], **{CACHE: self._cache})
 
     def begin(self, columns: int, tokens: Tensor) -> None:
         """Begin the step after `tokens` [B, 1], the last of `columns`, unless generation ends there in any case."""
@@ -125,7 +126,7 @@ def graph_decoding(
         return mode._beam_search(model, input_ids, **given, **kwargs)
     if generation_config.is_assistant or any(getattr(generation_config, name, None) for name in ASSISTED):
         raise ValueError("custom_generate=graph_decoding cannot assist decoding; leave custom_generate out")
-    stepped = _Stepped(model, kwargs["past_key_values"], generation_config.max_length)
+    stepped = _Stepped(model, kwargs[CACHE], generation_config.max_length)
     criteria = _NextStep(stepped).among(stopping_criteria)
     try:
         return mode._sample(
@@ -144,7 +145,7 @@ def generate(cache: Cache, model: PreTrainedModel, **kwargs: object) -> Generate
     config: Any = kwargs.get("generation_config") or model.generation_config
     plain = (*ASSISTED, "token_healing")
     if any(kwargs.get(name, getattr(config, name, None)) for name in plain) or config.stop_strings:
-        return run(past_key_values=cache, **kwargs)
+        return run(**{CACHE: cache}, **kwargs)
     words: Any = kwargs.pop("tokenizer", None)  # transformers hands it to no custom_generate
     if words is not None and kwargs.get("stop_strings"):
         stop: Any = kwargs.pop("stop_strings")
@@ -156,4 +157,4 @@ def generate(cache: Cache, model: PreTrainedModel, **kwargs: object) -> Generate
     ) -> GenerateOutput | Tensor:
         return graph_decoding(model, input_ids, generation_config, streamer=streamer, **more)
 
-    return run(past_key_values=cache, custom_generate=decode, **kwargs)
+    return run(**{CACHE: cache}, custom_generate=decode, **kwargs)

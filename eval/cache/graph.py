@@ -10,6 +10,7 @@ from transformers import Cache, PreTrainedModel
 
 from leank.eval.cache.layer import CompressedLayer
 from leank.eval.cache.storage.store import Store
+from leank.versions import CACHE
 
 CAPTURE_FOR = 16  # steps still to come at which capturing, which costs two or three, has paid
 
@@ -103,8 +104,8 @@ class DecodeLoop:
             input_ids=tokens,
             attention_mask=mask,
             position_ids=self.positions,
-            past_key_values=self.cache,
             use_cache=True,
+            **{CACHE: self.cache},
         )
         self.positions.add_(1)
         return out.logits[:, -1]

@@ -15,6 +15,7 @@ from transformers import Cache, PreTrainedModel
 
 from leank.eval.cache.graph import CAPTURE_FOR, DecodeLoop, capturable
 from leank.eval.inference.prefill import positions_of
+from leank.versions import CACHE
 
 AT_ONCE = 256  # tokens that are read in one call; the limit bounds the hidden states and scores held
 Stopped = Callable[[int, list[int]], bool]
@@ -104,7 +105,7 @@ def states(model: PreTrainedModel, cache: Cache, ids: Tensor, real: Tensor | Non
         input_ids=ids,
         attention_mask=real,
         position_ids=positions_of(ids, real, cache.get_seq_length()),
-        past_key_values=cache,
         use_cache=True,
+        **{CACHE: cache},
     )
     return out.last_hidden_state

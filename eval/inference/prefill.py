@@ -14,6 +14,7 @@ from leank.eval.cache.attention import dense
 from leank.eval.cache.attention.softmax import PLAIN, Softmax
 from leank.eval.cache.hook import ATTENTION
 from leank.eval.inference.observe import attend_and_sum
+from leank.versions import CACHE
 
 
 class PromptLayer(DynamicLayer):
@@ -215,9 +216,9 @@ def extend(model: PreTrainedModel, cache: Cache, ids: Tensor, real: Tensor | Non
             input_ids=ids[:, start:stop],
             attention_mask=None if real is None else real[:, : before + stop],
             position_ids=positions[:, start:stop],
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{CACHE: cache},
         ).logits[:, -1]
     assert out is not None
     return out

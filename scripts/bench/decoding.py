@@ -34,6 +34,7 @@ from leank.eval.cache.memory import Memory, measure
 from leank.eval.cache.storage.middle import Middle
 from leank.mask import ChannelMask
 from leank.shape import kv_shape
+from leank.versions import CACHE
 from scripts.bench.common import DIM, DTYPE, LLAMA, MASKS, SHAPES, Record, Table, clear, now, subject
 
 CASES = ("1x32768", "8x16384", "32x8192")
@@ -108,7 +109,7 @@ def call(
     if captured:
         cache_generate(cache, model, **options)
     else:
-        model.generate(past_key_values=cache, **options)
+        model.generate(**{CACHE: cache}, **options)
     return now() - begin
 
 

@@ -55,6 +55,7 @@ from leank.eval.cache import compressed_cache
 from leank.eval.serving import check
 from leank.mask import ChannelMask
 from leank.shipped import resolve
+from leank.versions import CACHE
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -176,7 +177,7 @@ def by_cache(model: PreTrainedModel, mask: ChannelMask, prompt: list[int], token
     ids, logprobs = torch.tensor([prompt]), []
     reply: list[int] = []
     while len(reply) < tokens and not (reply and reply[-1] in ends):
-        logits = model(input_ids=ids, past_key_values=cache).logits[0, -1].float().log_softmax(-1)
+        logits = model(input_ids=ids, **{CACHE: cache}).logits[0, -1].float().log_softmax(-1)
         reply.append(int(logits.argmax()))
         logprobs.append(float(logits.max()))
         ids = torch.tensor([reply[-1:]])

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from leank.eval.cache.naive import Head, Rules
+from leank.versions import CACHE
 from tests import conftest
 from tests.conftest import ARCHITECTURES as FAMILIES
 from tests.oracles.attention import attention, causal
@@ -124,7 +125,7 @@ def run(model, cache, ids, mask, new_tokens, attention, **options):
     model.set_attn_implementation(attention)
     options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, **options}
     out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=new_tokens, min_new_tokens=new_tokens, past_key_values=cache, **options
+        ids, attention_mask=mask, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **{CACHE: cache}, **options
     )
     return out.sequences, torch.stack(out.logits) if out.logits else None
 

@@ -20,6 +20,7 @@ from leank.eval.cache import CompressedCache, compressed_cache
 from leank.eval.cache.hook import ATTENTION
 from leank.mask import ChannelMask
 from leank.shape import kv_shape
+from leank.versions import CACHE
 from leank_train.forward.branching import branch, prefill, student
 from tests.helpers.branches import pad as side_by_side
 from tests.helpers.branches import tokens
@@ -230,7 +231,7 @@ def fed(case, cache, ids, mask):
         position = mask.cumsum(-1).sub(1).clamp(min=0)[:, first : first + new]
         now = ids[:, first : first + new]
         seen = mask[:, : first + new]
-        found.append(case.model(now, attention_mask=seen, position_ids=position, past_key_values=cache).logits)
+        found.append(case.model(now, attention_mask=seen, position_ids=position, **{CACHE: cache}).logits)
     return ids, mask, torch.cat(found, 1)
 
 
@@ -245,7 +246,7 @@ def generated(case, cache, ids, mask):
             ids, mask = torch.cat([ids, words(case, len(ids), case.turn, 0)], 1), pad(mask, (0, case.turn), value=1)
             known, logits = pad(known, (0, case.turn)), pad(logits, (0, 0, 0, case.turn))
         out = case.model.generate(
-            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=steps, min_new_tokens=steps,
+            ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=steps, min_new_tokens=steps,
             do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=0, **options,
         )  # fmt: skip
         ids, mask = out.sequences, pad(mask, (0, steps), value=1)
@@ -279,7 +280,7 @@ def hold(case, other=None):
     ids, mask = left_padded(case.lengths, case.seed)
     cache = compressed_cache(case.model, case.mask, **case.sizes)
     if case.used:
-        case.model(ids[:1], attention_mask=mask[:1], past_key_values=cache)
+        case.model(ids[:1], attention_mask=mask[:1], **{CACHE: cache})
         cache.reset()
     if case.chunk:
         cache.expect(ids.shape[1])
@@ -327,7 +328,7 @@ def check_trained(kind, seed):
     sizes = {"sink": sizes["sink"], "window": sizes["window"] - 1, "flush": 1}  # Eq. 1 counts the row, a cache does not
     for row, answer in enumerate(answers):
         cache, passes = compressed_cache(model, mask, **sizes), [torch.cat([documents[row // 2], questions[row]])]
-        got = [model.base_model(x[None], past_key_values=cache).last_hidden_state for x in (*passes, *answer[:, None])]
+        got = [model.base_model(x[None], **{CACHE: cache}).last_hidden_state for x in (*passes, *answer[:, None])]
         torch.testing.assert_close(torch.cat(got[1:], 1)[0], want[row, : len(answer)], rtol=1e-5, atol=1e-5)
 
 

@@ -13,6 +13,7 @@ from leank.eval.methods.channels.lowest_frequencies import LowestFrequencies
 from leank.eval.methods.channels.random import Random
 from leank.eval.methods.channels.think import ThinK
 from leank.mask import ChannelMask
+from leank.versions import CACHE
 from tests.helpers.cache_oracle import VOCAB, random_keep
 
 SIZES = {"sink": 2, "window": 6, "flush": 4, "backend": "torch"}
@@ -87,7 +88,7 @@ def alone(model, method, ids, new_tokens, prefill, eos=None, min_new_tokens=None
         attention_mask=torch.ones(1, len(ids), dtype=torch.long),
         max_new_tokens=new_tokens,
         min_new_tokens=min_new_tokens,
-        past_key_values=cache,
+        **{CACHE: cache},
         do_sample=False,
         eos_token_id=eos,
         pad_token_id=0,

@@ -28,6 +28,7 @@ from leank.eval.cache import CompressedLayer, compressed_cache
 from leank.eval.cache.cache import FORGETFUL
 from leank.eval.cache.hook import ATTENTION
 from leank.shape import check_decoder, kv_shape
+from leank.versions import CACHE
 from leank_train.doctor import answers
 from leank_train.forward.branching import PrefillPass
 from leank_train.forward.hook import run_decoder
@@ -150,7 +151,7 @@ def teach(model, cache, ids, mask=None, steps=STEPS, new=1):
                 ids[:, start:stop],
                 attention_mask=None if mask is None else mask[:, :stop],
                 position_ids=position[:, start:stop],
-                past_key_values=cache,
+                **{CACHE: cache},
             )
         found.append(out.logits[:, -1])
     return torch.stack(found)
@@ -220,8 +221,8 @@ def check_generate(model):
     """generate() and its bookkeeping, on a left-padded batch, with nothing pruned."""
     ids, mask = prompts(2)
     options = {"attention_mask": mask, "max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0}
-    got = model.generate(ids, past_key_values=compressed_cache(model, None, *SIZES), **options)
-    assert torch.equal(got, model.generate(ids, past_key_values=DynamicCache(config=config_of(model)), **options))
+    got = model.generate(ids, **{CACHE: compressed_cache(model, None, *SIZES)}, **options)
+    assert torch.equal(got, model.generate(ids, **{CACHE: DynamicCache(config=config_of(model))}, **options))
 
 
 def hidden_in_training(model, ids):

@@ -21,6 +21,7 @@ from leank.eval.inference.observe import received
 from leank.eval.inference.prefill import Prefill, PromptLayer
 from leank.eval.methods.axes import PromptPass
 from leank.eval.methods.common.scored import Budget
+from leank.versions import CACHE
 
 Choose = Callable[[int, PromptLayer], Tensor | None]
 POOLING = {"avg": torch.avg_pool1d, "max": torch.max_pool1d}
@@ -44,7 +45,7 @@ def slicing(model: PreTrainedModel, choose: Choose) -> Iterator[None]:
         if going is None:
             return None
         cos, sin = kwargs["position_embeddings"]
-        kwargs["past_key_values"].layers[index].hold(going[None], cos.shape[1])
+        kwargs[CACHE].layers[index].hold(going[None], cos.shape[1])
         sliced = {"position_embeddings": (cos[:, going], sin[:, going])}
         return args, {**kwargs, **sliced, "position_ids": kwargs["position_ids"][:, going]}
 
@@ -52,7 +53,7 @@ def slicing(model: PreTrainedModel, choose: Choose) -> Iterator[None]:
         index: int, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, Any], hidden: Tensor
     ) -> Tensor | None:
         nonlocal going
-        chosen = choose(index, kwargs["past_key_values"].layers[index])
+        chosen = choose(index, kwargs[CACHE].layers[index])
         if chosen is None:
             return None
         going = chosen if going is None else going[chosen]

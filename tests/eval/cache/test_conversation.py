@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from leank.eval.cache import CompressedCache, compressed_cache
 from leank.eval.cache.fingerprint import model_digest
+from leank.versions import CACHE
 from tests.helpers.cache_oracle import random_keep, tiny_model
 
 
@@ -31,6 +33,7 @@ def talked(model, ids, new=8, **kwargs):
 
 WAYS = {
     "model.generate": lambda model, cache, ids, **more: model.generate(ids, past_key_values=cache, **more),
+    "the cache by its name": lambda model, cache, ids, **more: model.generate(ids, **{CACHE: cache}, **more),
     "input_ids by name": lambda model, cache, ids, **more: model.generate(input_ids=ids, past_key_values=cache, **more),
     "with a mask of ones": lambda model, cache, ids, **more: model.generate(
         ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **more
@@ -226,3 +229,14 @@ def test_misuse_is_named():
     model.train().gradient_checkpointing_enable()
     with pytest.warns(RuntimeWarning, match="nothing is compressed"):
         model(ids_of(10), past_key_values=cache)
+    assert cache.held == 0
+
+
+def test_checkpointing_without_gradients_warns_where_the_cache_stays_empty():
+    """From transformers 5.24 on the cache is filled."""
+    model = fresh()
+    cache = compressed_cache(model, random_keep(10), 2, 6, 4)
+    model.train().gradient_checkpointing_enable()
+    with warnings.catch_warnings(record=True) as said, torch.no_grad():
+        model(ids_of(10), **{CACHE: cache})
+    assert cache.held == (0 if any("nothing is compressed" in str(one.message) for one in said) else 10)

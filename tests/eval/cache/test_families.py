@@ -98,6 +98,7 @@ def test_generate_gives_the_dense_tokens(name):
 PAGE = (ROOT / "docs/use/families.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.skipif(f"transformers {transformers.__version__}," not in PAGE, reason="the page is of another release")
 @pytest.mark.parametrize(
     "kind", ["apertus", "cohere_compass_text", "diffllama", "lfm2", "nemotron_h", "qwen3_5", "zaya"]
 )

@@ -14,6 +14,7 @@ from leank.eval.cache.hook import ATTENTION
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.store import Store
 from leank.eval.inference.prefill import extend, joined
+from leank.versions import CACHE
 from tests.helpers.cache_oracle import SEEDS, VOCAB, left_padded, random_keep, tiny_model
 from tests.helpers.thinned import thinned
 from tests.helpers.turns import METHODS, begin, conversation, go_on
@@ -93,7 +94,7 @@ class Dense(RuleBasedStateMachine):
     def feed(self, new):
         self.tokens = torch.cat([self.tokens, new], 1)
         with torch.no_grad():
-            got = self.model(new, past_key_values=self.cache).logits[:, -1]
+            got = self.model(new, **{CACHE: self.cache}).logits[:, -1]
             torch.testing.assert_close(got, self.model(self.tokens).logits[:, -1], rtol=1e-7, atol=1e-7)
 
     def drawn(self, count, seed):
@@ -190,9 +191,9 @@ def test_a_copied_prompt_is_complete(recwarn):
     ids = left_padded([40], 1)[0]
     cache = compressed_cache(model, random_keep(9), 2, 6, 4)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
-        model(ids[:, :9], past_key_values=copy.deepcopy(cache))
-        model(ids[:, :9].repeat(3, 1), past_key_values=cache.repeat(3))
+        model(ids, **{CACHE: cache})
+        model(ids[:, :9], **{CACHE: copy.deepcopy(cache)})
+        model(ids[:, :9].repeat(3, 1), **{CACHE: cache.repeat(3)})
     assert not recwarn
     for wrong in (0, 1.5, True):
         with pytest.raises(ValueError, match="give the number of copies of each row"):

@@ -21,6 +21,7 @@ from leank.eval.methods import Method
 from leank.eval.methods.axes import Channels, PromptPass, Tokens
 from leank.eval.run.replay import Replay, Settings
 from leank.mask import ChannelMask
+from leank.versions import CACHE
 from tests.helpers.cache_oracle import (
     DIM,
     FAMILIES,
@@ -137,7 +138,7 @@ class Case:
         mask = self.mask[:, : self.prompt]
         with torch.no_grad():
             positions = (mask.cumsum(-1) - 1).clamp(min=0)
-            self.model(self.ids[:, : self.prompt], attention_mask=mask, position_ids=positions, past_key_values=cache)
+            self.model(self.ids[:, : self.prompt], attention_mask=mask, position_ids=positions, **{CACHE: cache})
         return cache
 
     def answers(self, new_tokens):

@@ -20,6 +20,7 @@ from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.store import Store
 from leank.mask import ChannelMask
+from leank.versions import CACHE
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, random_keep, run, tiny_model
 from tests.helpers.refusals import one_line
 
@@ -39,7 +40,7 @@ def feed(model, cache, *pieces, mask=None):
         seen += piece.shape[1]
         with torch.no_grad():
             seen_mask = None if mask is None else mask[:, :seen]
-            logits = model(piece, attention_mask=seen_mask, past_key_values=cache).logits
+            logits = model(piece, attention_mask=seen_mask, **{CACHE: cache}).logits
     return logits[:, -1]
 
 
@@ -49,14 +50,14 @@ def test_recording_ends_after_assisted_decoding(after):
     model, keep = tiny_model("llama"), random_keep(3, empty=0)
     ids = left_padded([8], 4)[0].repeat(1, 4)
     cache, plain = new_cache(model, keep), new_cache(model, keep)
-    reply = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=4, max_new_tokens=12, **GREEDY)
+    reply = model.generate(ids, **{CACHE: cache}, prompt_lookup_num_tokens=4, max_new_tokens=12, **GREEDY)
     if after == "reset":
         cache.reset()
-        got, want = (model.generate(ids, past_key_values=c, max_new_tokens=20, **GREEDY) for c in (cache, plain))
+        got, want = (model.generate(ids, **{CACHE: c}, max_new_tokens=20, **GREEDY) for c in (cache, plain))
         assert torch.equal(got, want)
     else:
         more = torch.cat([reply, left_padded([5], 6)[0]], 1)
-        model.generate(more, past_key_values=cache, max_new_tokens=20, **GREEDY)
+        model.generate(more, **{CACHE: cache}, max_new_tokens=20, **GREEDY)
     assert not any(layer.record_past for layer in cache.layers)
     for layer in cache.layers:
         assert SIZES[1] <= layer.store.seen - layer.store.start < SIZES[1] + SIZES[2]
@@ -66,14 +67,14 @@ def test_recording_ends_in_sliding_layers_too():
     model = tiny_model("qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=1)
     ids = left_padded([8], 4)[0].repeat(1, 4)
     cache = new_cache(model)
-    reply = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=4, max_new_tokens=12, **GREEDY)
+    reply = model.generate(ids, **{CACHE: cache}, prompt_lookup_num_tokens=4, max_new_tokens=12, **GREEDY)
     assert torch.equal(reply, model.generate(ids, max_new_tokens=12, **GREEDY))
     more = torch.cat([reply, left_padded([5], 6)[0]], 1)
-    got = model.generate(more, past_key_values=cache, max_new_tokens=20, **GREEDY)
+    got = model.generate(more, **{CACHE: cache}, max_new_tokens=20, **GREEDY)
     assert torch.equal(got, model.generate(more, max_new_tokens=20, **GREEDY))
     assert cache.layers[1].keys.shape[2] == 15
     cache.reset()
-    assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=12, **GREEDY), reply)
+    assert torch.equal(model.generate(ids, **{CACHE: cache}, max_new_tokens=12, **GREEDY), reply)
 
 
 def test_tokens_taken_from_an_announced_prompt_come_again():
@@ -107,9 +108,9 @@ def test_chunks_that_nobody_announced_are_noticed():
         torch.testing.assert_close(got, dense)
         cache = new_cache(model, keep)  # a second turn, and assisted decoding, are no chunks
         turn = run(model, cache, ids, mask, 3, ATTENTION)[0]
-        model.generate(torch.cat([turn, ids], 1), past_key_values=cache, max_new_tokens=2, **GREEDY)
+        model.generate(torch.cat([turn, ids], 1), **{CACHE: cache}, max_new_tokens=2, **GREEDY)
         lookup = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 5, **GREEDY}
-        model.generate(ids.repeat(1, 2), past_key_values=new_cache(model, keep), **lookup)
+        model.generate(ids.repeat(1, 2), **{CACHE: new_cache(model, keep)}, **lookup)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -146,7 +147,7 @@ def test_autocast(wide):
     options = {"attention_mask": mask, "max_new_tokens": 12, **GREEDY}
     with torch.autocast("cpu", torch.bfloat16):
         cache = new_cache(model)
-        out = model.generate(ids, past_key_values=cache, output_logits=True, return_dict_in_generate=True, **options)
+        out = model.generate(ids, **{CACHE: cache}, output_logits=True, return_dict_in_generate=True, **options)
         model.set_attn_implementation("sdpa")
         want = feed(model, DynamicCache(), ids, mask=mask)
     assert {t.dtype for n, t in cache.layers[0].store.tensors().items() if n.endswith(("_k", "_v"))} == {torch.bfloat16}
@@ -180,7 +181,7 @@ def test_crop_is_a_shorter_prompt_or_refused(lengths, right, remove, seed):
     other = compressed_cache(model, None, 2, 12, 3, backend="torch")
     want = feed(model, other, ids[:, :end], more, mask=mask)
     with torch.no_grad():
-        got = model(more, attention_mask=mask, past_key_values=cache).logits[:, -1]
+        got = model(more, attention_mask=mask, **{CACHE: cache}).logits[:, -1]
     torch.testing.assert_close(got, want)
 
 
@@ -225,11 +226,9 @@ def test_drafts_may_come_with_an_announced_prompt(chunk):
     torch.testing.assert_close(*found)
     announced.reset()
     announced.expect(24)
-    reply = model.generate(
-        ids[:, :24], past_key_values=announced, prompt_lookup_num_tokens=4, max_new_tokens=8, **GREEDY
-    )
+    reply = model.generate(ids[:, :24], **{CACHE: announced}, prompt_lookup_num_tokens=4, max_new_tokens=8, **GREEDY)
     plain.reset()
-    want = model.generate(ids[:, :24], past_key_values=plain, prompt_lookup_num_tokens=4, max_new_tokens=8, **GREEDY)
+    want = model.generate(ids[:, :24], **{CACHE: plain}, prompt_lookup_num_tokens=4, max_new_tokens=8, **GREEDY)
     assert torch.equal(reply, want)
 
 
@@ -264,7 +263,7 @@ def test_crop_goes_back_to_padding_inside_the_window():
     other = compressed_cache(model, None, 2, 30, 3, backend="torch")
     torch.testing.assert_close(got, feed(model, other, ids[:, :16], mask=hole))
     with torch.no_grad():
-        want = [model(ids[:, 16:], attention_mask=turn, past_key_values=one).logits[:, -1] for one in (cache, other)]
+        want = [model(ids[:, 16:], attention_mask=turn, **{CACHE: one}).logits[:, -1] for one in (cache, other)]
     torch.testing.assert_close(*want)
     cache.crop(-3)
     torch.testing.assert_close(feed(model, cache, ids[:, 17:]), want[1])
@@ -364,7 +363,7 @@ def test_layers_with_their_own_sliding_window_are_left_alone(padded):
     with pytest.warns(RuntimeWarning, match="nothing is compressed"):
         cache = compressed_cache(mistral, torch.zeros(LAYERS, HEADS, DIM, dtype=torch.bool), *SIZES)
     assert cache.compressed == []
-    assert torch.equal(mistral.generate(ids, past_key_values=cache, **options), want)
+    assert torch.equal(mistral.generate(ids, **{CACHE: cache}, **options), want)
 
 
 def test_the_attention_it_switches_on_is_right_for_other_caches():
@@ -375,7 +374,7 @@ def test_the_attention_it_switches_on_is_right_for_other_caches():
     want = model.generate(ids, **options)
     compressed_cache(model, random_keep(9))
     assert torch.equal(model.generate(ids, **options), want)
-    assert torch.equal(model.generate(ids, past_key_values=DynamicCache(), prefill_chunk_size=7, **options), want)
+    assert torch.equal(model.generate(ids, **{CACHE: DynamicCache()}, prefill_chunk_size=7, **options), want)
     assert torch.equal(model.generate(ids, use_cache=False, **options), want)
 
 
@@ -499,14 +498,14 @@ def test_no_more_than_a_page_is_spare_before_there_is_a_middle():
     model = tiny_model("llama")
     cache = compressed_cache(model, ChannelMask(random_keep(0)), 8, 1024, 32, "torch")
     ids = torch.randint(2, 80, (1, 265), generator=torch.Generator().manual_seed(0))
-    model(ids, past_key_values=cache)
+    model(ids, **{CACHE: cache})
     token = 2 * 2 * 2 * 8 * 8  # K and V, layers, heads, channels, fp64
     for length in range(265, 400):
         held = cache.memory()
         assert (held.middle_k, held.middle_v) == (0, 0)
         assert held.sink + held.window == length * token
         assert held.slack < PAGE * token
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **{CACHE: cache})
 
 
 @pytest.mark.parametrize("lengths", [[40, 7], [300, 200]], ids=str)
@@ -520,10 +519,10 @@ def test_tokens_are_those_of_a_ring_that_is_whole_from_the_start(lengths, monkey
             monkeypatch.setattr(Store, "_slots", lambda self, held: max(self.sizes.ring, -(-held // PAGE) * PAGE))
         cache = compressed_cache(model, ChannelMask(random_keep(0)), 8, 250, 32, "torch")
         mask, found = real, []
-        found.append(model(ids, attention_mask=mask.long(), past_key_values=cache).logits[:, -1])
+        found.append(model(ids, attention_mask=mask.long(), **{CACHE: cache}).logits[:, -1])
         for step in range(150):
             mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
             token = ids[:, step % width, None]
-            found.append(model(token, attention_mask=mask.long(), past_key_values=cache).logits[:, -1])
+            found.append(model(token, attention_mask=mask.long(), **{CACHE: cache}).logits[:, -1])
         logits.append(torch.stack(found).detach().numpy())
     np.testing.assert_allclose(*logits, rtol=0, atol=1e-12)  # in another order of the slots

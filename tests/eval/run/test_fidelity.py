@@ -25,6 +25,7 @@ from leank.eval.run.fidelity import compare
 from leank.eval.run.replay import Replay, Settings
 from leank.head import Head
 from leank.mask import ChannelMask
+from leank.versions import CACHE
 from tests.helpers.cache_oracle import random_keep, tiny_model
 from tests.helpers.replay_tools import SIZES, Letters, methods, prompts
 from tests.helpers.thinned import thinned
@@ -142,7 +143,7 @@ def test_the_figures_of_a_reply_are_those_of_decoding_by_hand(lengths):
                 alone = one.run_prefill(model, torch.tensor([prompt]), None, most)
                 cache = one.cache(model, alone)
                 steps = [
-                    model(torch.tensor([[token]]), past_key_values=cache, position_ids=alone.lengths[:, None] + i)
+                    model(torch.tensor([[token]]), **{CACHE: cache}, position_ids=alone.lengths[:, None] + i)
                     for i, token in enumerate(reply)
                 ]  # fmt: skip
                 logits.append(torch.cat([step.logits[0] for step in steps]).log_softmax(-1))
