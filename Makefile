@@ -21,7 +21,7 @@ $(VENV)/base: ALWAYS
 		echo "Installing into $(VENV): a few minutes, once."; \
 		$(PYTHON) -m venv $(VENV); \
 		$(BIN)/pip install -q -c constraints.txt torch; \
-		$(BIN)/pip install -q -c constraints.txt -e .; \
+		$(BIN)/pip install -q -c constraints.txt -e '.[all]'; \
 		cat pyproject.toml constraints.txt > $@; }
 
 ALWAYS:

@@ -25,6 +25,7 @@ from leank.data_gen.haystack import SPLITS
 from leank.data_gen.task import LONGEST, Request, Sample
 from leank.data_gen.tasks import TASKS, task
 from leank.data_gen.tokens import TokenCounter
+from leank.extras import require
 from leank.shipped import resolve
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -60,6 +61,7 @@ def write(samples: Iterator[Sample], out: Path) -> None:
             with partial.open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in made)
         else:
+            require("--out FOLDER", "eval", "datasets")
             from datasets import Dataset
 
             Dataset.from_list(list(made)).save_to_disk(str(partial))

@@ -6,20 +6,21 @@ python -m leank.eval report outputs/eval/reference_ruler think snapkv
 python -m leank.eval diff outputs/eval/reference_ruler dense leank
 """
 
+from __future__ import annotations
+
 import argparse
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-
-from leank.cli import again, ending, launch, leave_no_trace
+from leank.cli import again, ending, leave_no_trace
 from leank.data_gen.amount import amount
+from leank.extras import require
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 log = logging.getLogger("eval")
 
@@ -64,9 +65,12 @@ def refuse_repeated(overrides: Sequence[str]) -> None:
                     raise ValueError(f"{override}: {label} is there twice; leave one out, or give it another label")
 
 
-@hydra.main(version_base="1.3", config_path="pkg://leank.conf.eval", config_name="eval")
 def main(config: DictConfig) -> None:
-    """Run what the command line says; see the module's docstring."""
+    """Run what Hydra has composed; see the module's docstring."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+    from omegaconf import OmegaConf
+
     directory, alone = Path(HydraConfig.get().runtime.output_dir), HydraConfig.get().mode == RunMode.RUN
 
     def kept() -> str:
@@ -120,7 +124,13 @@ def command_line() -> None:
             from_rows(given)
         return
     with ending("eval"):
-        launch(main, "eval", "; beside settings there are the words report and diff, and --help")
+        require("leank.eval", "eval", "hydra")
+        import hydra
+
+        from leank.launch import launch
+
+        composed = hydra.main(version_base="1.3", config_path="pkg://leank.conf.eval", config_name="eval")(main)
+        launch(composed, "eval", "; beside settings there are the words report and diff, and --help")
 
 
 if __name__ == "__main__":

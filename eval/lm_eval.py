@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from leank.cli import ending, launch
+from leank.cli import ending
 from leank.eval.benchmarks.base import Row, cut_at_stop
 from leank.eval.inference.models import load_model
 from leank.eval.inference.prefill import extend
 from leank.eval.inference.prompts import Prompt
 from leank.eval.run.build import build_methods, build_model, composed, warn_of_spans
 from leank.eval.run.replay import Compression, Replay, Warnings
+from leank.launch import launch
 
 try:
     from lm_eval.api.instance import Instance

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from leank.extras import require
 from leank.files import name_of
 from leank.mask import ChannelMask, mask_file
 from leank.typed import Checked, OneOf
@@ -48,6 +49,7 @@ def make_logger(config: LoggerConfig, folder: Path, job_type: str | None = None)
     """Lightning's logger of a run in `folder`, None for kind "none"; job_type: W&B's kind of the run."""
     if config.kind == "none":
         return None
+    require("logger=wandb", "train", "wandb", "lightning")
     from lightning.pytorch.loggers import WandbLogger
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 

@@ -12,7 +12,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from leank.cli import again, ending, launch, leave_no_trace
+from leank.cli import again, ending, leave_no_trace
+from leank.launch import launch
 
 CONF = str(files("leank.conf.train"))
 COMMANDS = ("doctor", "share")  # modules, beside the training that Hydra starts

@@ -27,6 +27,7 @@ from pydantic_core import from_json
 from leank.data_gen.reading import UNREADABLE, digest, read_bytes
 from leank.errors import in_one_line
 from leank.eval.benchmarks.base import Benchmark, Cell, Row, score_row
+from leank.extras import require
 from leank.typed import Samples, Seed
 
 if TYPE_CHECKING:
@@ -117,9 +118,10 @@ def from_hub(what: str, repo: str, name: str | None, split: str, cure: str) -> I
     what: for messages. name: its configuration. cure: ends the message, and says what to put where.
     Raises FileNotFoundError without network.
     """
-    try:
-        from datasets import load_dataset
+    require(what, "eval", "datasets")
+    from datasets import load_dataset
 
+    try:
         found = load_dataset(repo, name, split=split)
         yield from (Line(f"{repo}/{name}/{split}", number, dict(data)) for number, data in enumerate(found, 1))
     except Exception as error:  # offline, blocked or moved: the way out is the same

@@ -16,6 +16,8 @@ import subprocess
 import sys
 import threading
 
+from leank.extras import require
+
 MAX_EXPRESSION = 1000  # characters that are parsed of either side; MATH-500's longest answer has 53
 CPU_SECONDS = 2  # for one comparison
 MEMORY = 256 * 2**20  # bytes that a comparison may add to the process
@@ -63,6 +65,7 @@ class Worker:
                 process.communicate()
 
     def _start(self) -> subprocess.Popen[str]:
+        require("MATH-500's grader", "eval", "math_verify")
         # the same modules as here; equal hashes, so that sympy takes the same way every time
         paths = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONHASHSEED": "0"}
         self._process = subprocess.Popen(

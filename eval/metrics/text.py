@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from leank.extras import require
+
 # `rouge` reads a common subsequence back by recursion. From LongBench's eval.py (Python 3.11, recursion limit 1000) 990
 # steps are the most that do not overflow, and beyond them LongBench scores 0. A thread needs this limit for as many.
 RECURSION_LIMIT = 1003
@@ -54,6 +56,7 @@ def rouge_l(prediction: str, reference: str) -> float:
     Sentences end at every ".", and all counts are of distinct words. Text without a sentence scores 0, and so does a
     pair of sentences that overflows the package's recursion; a thread of its own makes that the same from any caller.
     """
+    require("ROUGE", "eval", "rouge")
     from rouge import Rouge
 
     def scored() -> float:
@@ -72,6 +75,7 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 def rouge_lsum(prediction: str, reference: str) -> float:
     """Summary-level ROUGE-L F of ``rouge-score`` 0.1.2 without stemming, which InfiniteBench uses, 0-1."""
+    require("ROUGE", "eval", "rouge_score")
     from rouge_score import rouge_scorer
 
     return float(rouge_scorer.RougeScorer(["rougeLsum"]).score(reference, prediction)["rougeLsum"].fmeasure)

@@ -13,8 +13,9 @@ import torch
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.errors import ConfigCompositionException
 
-from leank.cli import FULL, ending, launch, leave_no_trace
+from leank.cli import ending, leave_no_trace
 from leank.errors import out_of_memory
+from leank.launch import FULL, launch
 
 SAID = """In 'eval': Could not find 'experiment/nope'
 
