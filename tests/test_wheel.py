@@ -81,6 +81,66 @@ def test_masks_of_the_reference_models_are_found_by_their_path_in_a_checkout(hos
     assert hostile("-c", found).strip() == str(ROOT / "models/leank_models/reference/mask_70pct.safetensors")
 
 
+IN_EXTRAS = (
+    "hydra", "omegaconf", "math_verify", "datasets", "pandas", "tabulate", "matplotlib", "rouge", "rouge_score",
+    "lightning", "wandb", "PIL",
+)  # what a plain installation does not have  # fmt: skip
+GENERATE = """
+from leank import ChannelMask, compressed_cache
+from leank.backbone import load
+from leank.shipped import resolve
+
+lm = load("reference")
+mask = ChannelMask.load(f"{resolve('reference')}/mask_70pct.safetensors")
+inputs = lm.tokenizer("The grass is green. " * 60, return_tensors="pt")
+cache = compressed_cache(lm.model, mask, sink=4, window=16)
+reply = cache.generate(lm.model, **inputs, max_new_tokens=4)
+print(reply.shape[1] - inputs["input_ids"].shape[1], cache.memory())
+"""
+
+
+@pytest.fixture(scope="module")
+def light(wheel, tmp_path_factory):
+    """A function that runs Python with the wheel and without the extras' libraries; it returns what comes out."""
+    site = tmp_path_factory.mktemp("light")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (site / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({IN_EXTRAS}))\n")
+    path = {"PYTHONPATH": f"{site}{os.pathsep}{ROOT / 'models'}", "HF_HUB_OFFLINE": "1"}
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, *arguments], cwd=site, env={**os.environ, **path}, capture_output=True, text=True
+        )
+
+    return run
+
+
+def test_a_mask_is_loaded_and_generates_without_the_extras(light):
+    done = light("-c", GENERATE)
+    assert re.match(r"4 .* of dense", done.stdout), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("leank_train --help", "leank_train needs the extra train: pip install 'leank[train]'"),
+        ("leank_train doctor reference", "leank_train needs the extra train: pip install 'leank[train]'"),
+        ("leank.eval --help", "eval: leank.eval needs the extra eval: pip install 'leank[eval]'"),
+        ("leank.eval report .", "eval: leank.eval.report needs the extra eval: pip install 'leank[eval]'"),
+        ("leank.eval.papers --list", "leank.eval.papers needs the extra eval: pip install 'leank[eval]'"),
+    ],
+)
+def test_a_command_says_which_extra_it_lacks(light, command, said):
+    done = light("-m", *command.split())
+    assert (done.returncode, done.stderr.strip()) == (1, said)
+
+
+def test_a_function_says_which_extra_it_lacks(light):
+    done = light("-c", "from leank.eval.metrics.text import rouge_l; rouge_l('a', 'a')")
+    assert done.stderr.strip().endswith("MissingExtra: ROUGE needs the extra eval: pip install 'leank[eval]'")
+
+
 @pytest.mark.slow
 def test_an_evaluation_runs_beside_folders_of_the_same_names(hostile):
     hostile(

@@ -63,7 +63,8 @@ class _Stepped:
         elif not self._loop.captured:
             self._loop = self._captured(self._loop)
         logits = self._loop.step(tokens, inputs.get("attention_mask"))
-        return CausalLMOutputWithPast(logits=logits[:, None], **{CACHE: self._cache})
+        held: Any = {CACHE: self._cache}
+        return CausalLMOutputWithPast(logits=logits[:, None], **held)
 
     def begin(self, columns: int, tokens: Tensor) -> None:
         """Begin the step after `tokens` [B, 1], the last of `columns`, unless generation ends there in any case."""
