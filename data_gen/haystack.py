@@ -28,6 +28,7 @@ NOISE_SENTENCES = (
 NOISE_LINE = " ".join(NOISE_SENTENCES)
 SPLITS = ("train", "test", "all")
 _LONGEST = 10_000  # letters of a word, of which a reply has dozens; a script without blanks makes paragraphs of one
+_BLOCK = 64  # pieces of a text whose tokens are counted together
 _TEST_SHARE = 10  # every tenth paragraph is kept for evaluation
 _SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]”’]))\s+")
 
@@ -168,6 +169,28 @@ def cut(text: str, budget: int, counter: TokenCounter) -> tuple[str, int]:
             return " ".join(pieces[:n]), total
         total += cost
     return text, total
+
+
+def take_before(
+    text: Sequence[str], end: int, budget: int, counter: TokenCounter, separator: str
+) -> tuple[str, int]:  # fmt: skip
+    """Return what stands before piece `end` of a text in `budget` tokens, and the tokens; it ends where it starts.
+
+    separator: what stands between pieces, a blank or a line's end. The first piece is cut at a blank.
+    """
+    out: list[str] = []
+    left = budget
+    while left > 0:
+        block = [text[(end - 1 - i) % len(text)] for i in range(_BLOCK)]
+        for piece, cost in zip(block, counter.pieces(block, separator), strict=True):
+            if cost > left:
+                back, tokens = cut(" ".join(reversed(piece.split(" "))), left, counter)
+                out += [" ".join(reversed(back.split(" ")))] if back else []
+                return separator.join(reversed(out)), budget - left + tokens
+            out.append(piece)
+            left -= cost
+        end -= _BLOCK
+    return separator.join(reversed(out)), budget - left
 
 
 def take_lines(budget: int, counter: TokenCounter, make_line: Callable[[], str]) -> Units:

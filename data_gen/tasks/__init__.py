@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from leank.data_gen.task import Document, Request, Task
 from leank.data_gen.tasks.chain import Chain
+from leank.data_gen.tasks.code import Code
 from leank.data_gen.tasks.few_shot import FewShot
 from leank.data_gen.tasks.niah import Niah
 from leank.data_gen.tasks.passkey import Passkey
@@ -61,6 +62,7 @@ TASKS: dict[str, Task] = {
     # beyond the paper: what a mask that is trained on needles alone forgets
     "text": Text(),
     "quote": Text("quote"),
+    "code": Code(),
     "few_shot": FewShot(),
     "turns": Turns(),
     # the user's own

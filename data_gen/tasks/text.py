@@ -1,13 +1,12 @@
 """Natural text: going on with it, and quoting a passage of it. A mask that is trained on needles alone forgets text."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from leank.data_gen import haystack
 from leank.data_gen.task import Draft, Question, Request, Task
-from leank.data_gen.tokens import TokenCounter
 from leank.typed import OneOf
 
 GO_ON = "\nGo on with the text."
@@ -15,7 +14,6 @@ GO_ON_WITH = "\nGo on with this text: {start}"
 QUOTE = '\nRepeat the passage of the text that begins with "{start}" word for word.'
 WORDS = 48  # of a reply
 OPENING = 8  # words by which a passage is asked for
-BLOCK = 64  # sentences whose tokens are counted together
 
 
 @dataclass(frozen=True)
@@ -29,20 +27,9 @@ class Text(Task):
 
     def fill(self, request: Request) -> Draft:
         """See `Task.fill`; the document's end is at a random sentence, and its first one is cut at a word."""
-        rng, counter = request.rng(), request.counter
-        text = haystack.sentences(request.essays, request.split)
+        text, rng = haystack.sentences(request.essays, request.split), request.rng()
         end = rng.randrange(len(text))
-        longest, _ = _before(text, end, request.room, counter)
-        asked = self._ask(request, text, end, longest, rng)
-        context, tokens = longest, 0
-        tail = request.tail(asked)
-        while True:  # what the pieces of a text take is known to within a few tokens
-            budget = request.left(tail) - tokens
-            context, _ = _before(text, end, budget, counter)
-            excess = counter.count(context, remember=False) + tail - request.room
-            if excess <= 0:
-                return Draft(context, asked, request.room + excess)
-            tokens += excess
+        return filled(request, text, end, " ", lambda longest: self._ask(request, text, end, longest, rng))
 
     def _ask(
         self, request: Request, text: Sequence[str], end: int, context: str, rng: random.Random
@@ -60,6 +47,21 @@ class Text(Task):
         return tuple(found)
 
 
+def filled(
+    request: Request, text: Sequence[str], end: int, separator: str, ask: Callable[[str], tuple[Question, ...]]
+) -> Draft:
+    """The document of the pieces of a text before piece `end`, and what is asked about the longest that has room."""
+    longest, _ = haystack.take_before(text, end, request.room, request.counter, separator)
+    asked = ask(longest)
+    context, tokens, tail = longest, 0, request.tail(asked)
+    while True:  # what the pieces of a text take is known to within a few tokens
+        context, _ = haystack.take_before(text, end, request.left(tail) - tokens, request.counter, separator)
+        excess = request.counter.count(context, remember=False) + tail - request.room
+        if excess <= 0:
+            return Draft(context, asked, request.room + excess)
+        tokens += excess
+
+
 def _question(form: str, start: Sequence[str], reply: Sequence[str]) -> Question:
     return Question(form.format(start=" ".join(start)), "", (" ".join(reply),), " " + " ".join(reply))
 
@@ -71,20 +73,3 @@ def _words(text: Sequence[str], at: int, count: int) -> list[str]:
         found += text[at % len(text)].split(" ")
         at += 1
     return found[:count]
-
-
-def _before(text: Sequence[str], end: int, budget: int, counter: TokenCounter) -> tuple[str, int]:
-    """Return what stands before sentence `end` in `budget` tokens, and the tokens; the text ends where it starts."""
-    out: list[str] = []
-    left = budget
-    while left > 0:
-        block = [text[(end - 1 - i) % len(text)] for i in range(BLOCK)]
-        for sentence, cost in zip(block, counter.pieces(block, " "), strict=True):
-            if cost > left:
-                back, tokens = haystack.cut(" ".join(reversed(sentence.split(" "))), left, counter)
-                out += [" ".join(reversed(back.split(" ")))] if back else []
-                return " ".join(reversed(out)), budget - left + tokens
-            out.append(sentence)
-            left -= cost
-        end -= BLOCK
-    return " ".join(reversed(out)), budget - left

@@ -18,7 +18,8 @@ from annotated_types import Gt, Lt, MinLen
 
 from leank.data_gen.amount import amount
 from leank.data_gen.haystack import SPLITS, known_by, paragraphs
-from leank.data_gen.reading import read_text
+from leank.data_gen.reading import digest, read_text
+from leank.data_gen.source_code import modules
 from leank.eval.benchmarks.base import Benchmark, Cell, Row, benchmark, check_lengths
 from leank.typed import OneOf, Positive, Samples, Seed
 
@@ -36,7 +37,10 @@ class Text(Benchmark):
     # a .txt or .txt.gz file, or a folder of .txt files, no two of which share a window; None is the text shipped with
     # the package
     path: str | None = None
-    split: Annotated[str, OneOf(*SPLITS)] = "test"  # of the shipped text; a `path` is used whole
+    # of the shipped text, or of code; any other `path` is used whole
+    split: Annotated[str, OneOf(*SPLITS)] = "test"
+    # code: all modules of a folder of .py files as one text; without a `path`, of the standard library
+    kind: Annotated[str, OneOf("prose", "code")] = "prose"
     lengths: Annotated[Sequence[Positive], MinLen(1)] = (1024, 2048, 4096, 8192)  # tokens of a window
     samples: Samples = 6  # windows of each length
     prefilled: Annotated[float, Gt(0), Lt(1)] = 0.5  # share of a window's tokens that is prefilled
@@ -72,6 +76,9 @@ class Text(Benchmark):
 
     def _texts(self) -> Iterator[str]:
         """Yield the texts that windows are cut from. Raises FileNotFoundError or ValueError for a wrong path."""
+        if self.kind == "code":
+            yield "\n".join(modules(self.path, self.split))
+            return
         if self.path is None:
             yield "\n".join(paragraphs(None, self.split))
             return
@@ -95,6 +102,8 @@ class Text(Benchmark):
         return text[start:middle], text[middle : spans[size - 1][1]]
 
     def identity(self) -> dict[str, object]:
+        if self.kind == "code":
+            return {"text": digest(next(self._texts())), "split": self.split, "prefilled": self.prefilled}
         split = self.split if self.path is None else None
         return {"text": known_by(self.path), "split": split, "prefilled": self.prefilled}
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leank.data_gen import haystack
+from leank.data_gen import haystack, source_code
 from leank.data_gen.task import Document, Request
 from leank.data_gen.tasks import CHAINS, RULER_NIAH, TASKS
 from leank.data_gen.tasks.chain import Chain
@@ -230,6 +230,30 @@ def test_a_reply_is_what_follows_in_the_text(split):
         start = re.fullmatch(r"\nGo on with this text: (.*)", question.question).group(1)
         assert f"{start}{question.target}" in running + " " + running
     assert {len(q.target.split()) for q in document.questions} == {48}
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_reply_is_the_code_that_follows(split):
+    running = "\n".join(source_code.lines(None, split))
+    document = built("code", split=split)
+    first, *others = document.questions
+    assert f"{document.context}{first.target}" in running + "\n" + running
+    for question in others:
+        start = re.fullmatch(r"\nGo on with this code:\n(.*)", question.question, re.DOTALL).group(1)
+        assert f"{start}{question.target}" in running + "\n" + running
+
+
+def test_no_module_is_in_both_splits(tmp_path):
+    for name in map(str, range(60)):
+        (tmp_path / f"m{name}.py").write_text(name)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/m.py").write_text("a test")
+    train, test = (set(source_code.modules(str(tmp_path), split)) for split in ("train", "test"))
+    assert len(train) > len(test) > 0
+    assert not train & test
+    assert train | test == set(map(str, range(60))) == set(source_code.modules(str(tmp_path), "all"))
+    with pytest.raises(FileNotFoundError, match=r"has no .py files \(split='all'\)"):
+        source_code.modules(str(tmp_path / "nowhere"), "all")
 
 
 def test_a_quoted_passage_stands_in_the_document():

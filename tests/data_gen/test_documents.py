@@ -22,7 +22,7 @@ from leank.data_gen.tokens import TokenCounter
 from tests.helpers.text_tokenizers import KINDS, tokenizer
 from tests.helpers.thinned import thinned
 
-TRAINING = ("kv", "multivalue", "multikey", "multiquery", "passkey", "text", "quote", "few_shot", "turns")
+TRAINING = ("kv", "multivalue", "multikey", "multiquery", "passkey", "text", "quote", "code", "few_shot", "turns")
 OTHERS = tuple(name for name in TASKS if name not in TRAINING and not name.startswith(("qa", "prompts")))
 
 

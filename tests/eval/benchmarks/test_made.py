@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from leank.data_gen.haystack import paragraphs
+from leank.data_gen.source_code import modules
 from leank.eval.__main__ import run
 from leank.eval.benchmarks.base import Cell, score_row
 from leank.eval.benchmarks.multi_turn import MultiTurn
@@ -146,6 +147,17 @@ def windows(made):
         for sample in cell.samples:
             row = made.row(cell, sample, TOKENIZER, 0)
             yield cell, row.context, row.question, encode(TOKENIZER, row)
+
+
+def test_windows_of_code_are_pieces_of_the_folders_held_out_modules(tmp_path):
+    for name in range(40):
+        (tmp_path / f"m{name}.py").write_text(f"def f{name}(x):\n    return x + {name}\n" * 40)
+    text = "\n".join(modules(str(tmp_path), "test"))
+    made = list(windows(checked(kind="code", path=str(tmp_path), lengths=[128], samples=3)))
+    assert len(made) == 3
+    for _, context, rest, _ in made:
+        assert context + rest in text
+        assert "\n    return" in context
 
 
 def test_windows_are_pieces_of_the_text_that_do_not_overlap():
