@@ -21,12 +21,11 @@ from leank.cli import ending
 from leank.errors import in_one_line
 from leank.eval.cache import compressed_cache
 from leank.eval.cache.attention.backend import why_not_shape
+from leank.eval.cache.attention.kernels import HEAD_DIMS
 from leank.eval.cache.attention.softmax import Softmax
-from leank.eval.cache.storage.middle import LONG_HEAD_DIMS
 from leank.eval.methods import build_method
 from leank.eval.methods.memory import dense_bytes, method_bytes
 from leank.eval.report.tables import size
-from leank.eval.serving.layout import HEAD_DIMS
 from leank.shape import check_decoder, kv_shape, sliding_window
 from leank.typed import LARGEST
 from leank_train.forward.hook import run_decoder
@@ -88,7 +87,7 @@ def answers(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
 
 def _kernel(head_dim: int, group: int) -> str:
     """Return whether the decode kernel reads heads of a shape, in 16 bits and otherwise, and why not."""
-    never, others = why_not_shape(head_dim, group, LONG_HEAD_DIMS), why_not_shape(head_dim, group)
+    never, others = why_not_shape(head_dim, group, HEAD_DIMS["decode"]), why_not_shape(head_dim, group)
     if never is not None:
         return f"no, plain PyTorch gives the same replies: {never}"
     return "yes" if others is None else f"yes; over fewer bits or chosen tokens plain PyTorch alone: {others}"
@@ -99,8 +98,8 @@ def _unserved(config: PreTrainedConfig) -> Iterator[str]:
     kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
     if kinds or getattr(config, "sliding_window", None):
         yield f"no: it has layers of {', '.join(sorted(kinds)) or 'sliding_attention'}; the plug-in has full attention"
-    if (dim := kv_shape(config).head_dim) not in HEAD_DIMS:
-        yield f"on a CPU alone: head_dim {dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+    if (dim := kv_shape(config).head_dim) not in HEAD_DIMS["paged"]:
+        yield f"on a CPU alone: head_dim {dim} is none of {', '.join(map(str, HEAD_DIMS['paged']))}"
 
 
 def gains(config: PreTrainedConfig, weights: int, lengths: Sequence[int], batches: Sequence[int]) -> pd.DataFrame:

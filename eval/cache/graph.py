@@ -123,7 +123,7 @@ class DecodeLoop:
         before: docs/lab/generation.md#profiled-processes.
         Raises torch.OutOfMemoryError if the graph does not fit.
         """
-        self._advance(0)  # a flush may have outdated a work table, which cannot be made while capturing
+        self._advance(0)  # a flush may have outdated a schedule, which cannot be made while capturing
         self._tokens = torch.zeros_like(self.positions)
         graph = torch.cuda.CUDAGraph()
         try:

@@ -27,7 +27,7 @@ class Memory:
     sink, window: tokens held whole
     middle_k, middle_v: tokens held compressed
     extra: what reads, eviction and codes keep of the prompt: bounds, scores, norms
-    tables: indices, lengths, work tables, and the mask, which the layers share
+    tables: indices, lengths, schedules, and the mask, which the layers share
     slack: room that is not filled yet
     other: layers that are not compressed, and prompts that are not sealed yet
     dense: bytes of a dense cache of the same tokens, padding not counted, 0 = not known; no part of `total`

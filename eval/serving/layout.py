@@ -44,7 +44,6 @@ from leank.eval.cache.storage.segment import round_up
 STRIPE = 16  # columns: the width of a stripe is a multiple of them, so that a GPU reads whole sectors of 32 bytes
 LINE = 32  # columns: a layer begins at a multiple of them
 LARGEST_BLOCK = 2**16  # tokens, far beyond what vLLM takes
-HEAD_DIMS = (32, 64, 128)  # channels of a head that the kernels read
 
 
 @dataclass(frozen=True)

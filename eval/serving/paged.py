@@ -14,9 +14,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from leank.eval.cache.attention.kernels import HEAD_DIMS
 from leank.eval.cache.attention.softmax import LOG2_E
 from leank.eval.serving import attention
-from leank.eval.serving.layout import HEAD_DIMS, PageLayout
+from leank.eval.serving.layout import PageLayout
 from leank.eval.serving.prefill import Batch, Varlen, batches, plain
 
 TILE = 64  # tokens that a program reads at a time
@@ -55,8 +56,8 @@ class PagedAttention:
         programs: int = 0,
         varlen: Varlen = plain,
     ) -> None:
-        if layout.head_dim not in HEAD_DIMS:
-            raise ValueError(f"the paged kernel reads heads of {HEAD_DIMS} channels, not {layout.head_dim}")
+        if layout.head_dim not in HEAD_DIMS["paged"]:
+            raise ValueError(f"the paged kernel reads heads of {HEAD_DIMS['paged']} channels, not {layout.head_dim}")
         self.layout, self.rows, self.varlen = layout, rows, varlen
         self.heads = len(layout.kept.layers[0])
         self.group = q_heads // self.heads

@@ -8,8 +8,9 @@ from typing import Any, Self
 
 import torch
 
+from leank.eval.cache.attention.kernels import HEAD_DIMS
 from leank.eval.cache.storage.sizes import Sizes
-from leank.eval.serving.layout import HEAD_DIMS, PageLayout
+from leank.eval.serving.layout import PageLayout
 from leank.mask import ChannelMask, mask_file
 from leank.typed import Checked, Count, Positive
 
@@ -86,7 +87,7 @@ def _wrong_on_gpu(config: Any) -> Iterator[tuple[bool, str]]:
     yield getattr(backend, "name", None) != "CUSTOM", "on a GPU, add --attention-backend CUSTOM"
     yield model.dtype not in (torch.bfloat16, torch.float16), f"on a GPU, take bfloat16 or float16, not {model.dtype}"
     size = model.get_head_size()
-    yield size not in HEAD_DIMS, f"on a GPU, the heads must have {HEAD_DIMS} channels, not {size}"
+    yield size not in HEAD_DIMS["paged"], f"on a GPU, the heads must have {HEAD_DIMS['paged']} channels, not {size}"
 
 
 def _wrong(config: Any, settings: ServerSettings) -> Iterator[tuple[bool, str]]:

@@ -23,11 +23,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from leank.eval.cache.attention import work
-from leank.eval.cache.attention.kernels import banded, choose, decode, evict, packed, ring
+from leank.eval.cache.attention.kernels import HEAD_DIMS, banded, choose, decode, evict, packed, ring
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
-from leank.eval.cache.attention.launch import Config, Kernel, moved
-from leank.eval.cache.storage.middle import HEAD_DIMS
+from leank.eval.cache.attention.launch import Kernel, moved
+from leank.eval.cache.attention.readers import Config
 from leank.eval.methods.kernels import rkv as rkv_kernel
 from leank.eval.methods.kernels.rkv import UNIT as WHOLE
 from leank.eval.serving.kernels import paged
@@ -58,7 +57,7 @@ OF_CHOSEN = {
 }  # fmt: skip
 HEADS = {"H": 8}
 FORM = decode.Form(
-    H=8, GROUP=4, D=64, TILE=64, M=16, ROWS=4, MERGE_LINES=32, EVEN=True, PAGE=64, FIELDS=work.FIELDS, WARPS=4,
+    H=8, GROUP=4, D=64, TILE=64, M=16, ROWS=4, MERGE_LINES=32, EVEN=True, PAGE=64, WARPS=4,
     VALUES=0, WEIGHTS=False, PDL=True,
 )  # fmt: skip
 MOVE = {**HEADS, "TILE": 32, "PAGE": 64, "VALUES": 0}
@@ -140,7 +139,7 @@ def report(dim: int, capability: int) -> None:
         kernel = made(decode.decode, OF_DECODE, of_form, config.warps, config.stages, target)
         registers, spilled, shared = resources(kernel)
         print(f"{name:20} {registers:4} {spilled:5} {shared:8,}", flush=True)
-        most = 8 if dim in HEAD_DIMS else 48  # Triton 3.9 spills at 192 and 256, where 3.6 does not
+        most = 8 if dim in HEAD_DIMS["codes"] else 48  # Triton 3.9 spills at 192 and 256, where 3.6 does not
         assert spilled <= most, f"{name} spills {spilled} bytes of registers"
 
 
@@ -177,7 +176,7 @@ def main(dim: int) -> None:
     compiles(rkv_kernel.rank, OF_RKV, {**keys, "KERNEL": 7, "UNIT": WHOLE})
     for change in ({}, {"PAGE": 0}):
         compiles(rkv_kernel.repeats, OF_RKV, {**keys, "BLOCK": 64, "SPAN": 1024, "UNIT": WHOLE, **change})
-    if dim not in HEAD_DIMS:
+    if dim not in HEAD_DIMS["codes"]:
         return
     for bits in (8, 2):
         codec = {"READ": packed.read, "CODES": packed.Codes(bits, 32, True)}

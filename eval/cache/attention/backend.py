@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from leank.eval.cache.attention.batched import Plain
+from leank.eval.cache.attention.kernels import HEAD_DIMS
 from leank.eval.cache.attention.ranking import Ranking
 from leank.eval.cache.attention.softmax import PLAIN, Softmax
-from leank.eval.cache.storage.middle import HEAD_DIMS
+from leank.eval.cache.storage.banded import Banded
+from leank.eval.cache.storage.codecs import Codec
+from leank.eval.cache.storage.middle import Middle
+from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.store import Store
 
 if TYPE_CHECKING:
@@ -26,7 +30,7 @@ def why_not(
     head_dim: int,
     group: int,
     insist: bool,
-    dims: tuple[int, ...] = HEAD_DIMS,
+    dims: tuple[int, ...] = HEAD_DIMS["choose"],
 ) -> str | None:
     """Why the kernel cannot run over such a layer, with `group` query heads per KV head; None if it can.
 
@@ -46,7 +50,7 @@ def why_not(
     return why_not_shape(head_dim, group, dims)
 
 
-def why_not_shape(head_dim: int, group: int, dims: tuple[int, ...] = HEAD_DIMS) -> str | None:
+def why_not_shape(head_dim: int, group: int, dims: tuple[int, ...] = HEAD_DIMS["choose"]) -> str | None:
     """Why the kernel cannot run over heads of this shape on any GPU, or None if it can; see `why_not`."""
     if head_dim not in dims:
         *most, last = map(str, dims)
@@ -54,6 +58,33 @@ def why_not_shape(head_dim: int, group: int, dims: tuple[int, ...] = HEAD_DIMS) 
     if group > 16:
         return f"the kernel has at most 16 query heads per KV head, the model {group}"
     return None
+
+
+def head_dims(middle: Middle) -> tuple[int, ...]:
+    """The head_dims that the kernel over such a middle has."""
+    if middle.bits is not None:
+        return HEAD_DIMS["codes"]
+    return HEAD_DIMS["decode" if middle.reads is None else "choose"]
+
+
+def why_not_middle(middle: Middle) -> str | None:
+    """Why only plain PyTorch can run over such a middle, or None."""
+    if middle.values is not None and (middle.eviction is not None or middle.reads is not None):
+        return "the kernels that evict, or choose what they read, take every channel of V, this method prunes some"
+    if middle.eviction is not None and middle.joins is not None:
+        return "the kernel evicts where every head takes new tokens, here some do not"
+    if middle.reads is not None and middle.bits is not None:
+        return "the kernel that reads chosen tokens does not unpack numbers, this method stores them in fewer bits"
+    return None if middle.bits is None else why_not_bits(middle.bits)
+
+
+def why_not_bits(codec: Codec) -> str | None:
+    """Why only plain PyTorch can read what a codec stores; None if `readers.READERS` has a reader of it."""
+    if isinstance(codec, Packing):
+        if codec.bits == 3:
+            return "the kernel reads 3 bits in layouts of several widths alone"
+        return None if codec.group >= 32 else f"the kernel reads groups of 32 or 64 numbers, not {codec.group}"
+    return None if isinstance(codec, Banded) else f"no kernel reads {codec.holds}"
 
 
 @functools.cache
@@ -74,9 +105,9 @@ class Auto:
         """The kernel if it can run over the layer, else plain PyTorch, or RuntimeError if this choice insists."""
         group = q.shape[1] // store.ring_k.shape[1]
         reason = (
-            why_not(q.device, q.dtype, q.shape[-1], group, self.insist, store.middle.kernel_dims)
+            why_not(q.device, q.dtype, q.shape[-1], group, self.insist, head_dims(store.middle))
             or softmax.why_not_kernel
-            or store.middle.why_not_kernel
+            or why_not_middle(store.middle)
         )
         if reason is None and store.reads is not None:
             if isinstance(getattr(store.reads, "ranking", None), Ranking):

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.cuda import _utils as cuda
 
-from leank.eval.cache.attention import work
+from leank.eval.cache.attention import schedule
+from leank.eval.cache.attention.kernels import HEAD_DIMS
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
 from leank.eval.cache.storage.banded import channel_bytes
-from leank.eval.cache.storage.middle import HEAD_DIMS
 from leank.eval.cache.storage.segment import PAGE, round_up
 from leank.precision import GROUP
 
@@ -63,14 +63,16 @@ def driver() -> ctypes.CDLL:
 
 def can_read(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     """Whether the kernel reads layers of this kind: of bfloat16, on a GPU with its products."""
-    if device.type != "cuda" or dtype != torch.bfloat16 or dim not in HEAD_DIMS or (nvrtc := compiler()) is None:
+    if device.type != "cuda" or dtype != torch.bfloat16 or dim not in HEAD_DIMS["codes"]:
+        return False
+    if (nvrtc := compiler()) is None:
         return False
     capability = torch.cuda.get_device_capability(device)
     return capability >= (8, 0) and compiles(nvrtc, capability)
 
 
-def rooms(k: np.ndarray, v: np.ndarray) -> tuple[int, int]:
-    """Bytes of shared memory that a warp has for K and for V; k, v: bytes of pages."""
+def warp_bytes(k: np.ndarray, v: np.ndarray) -> tuple[int, int]:
+    """Bytes of shared memory that a warp has for K and for V, which hold the largest page; k, v: bytes of pages."""
     of_k, of_v = (round_up(max(int(page.max(initial=0)), LEAST), 128) for page in (k, v))
     return of_k, of_v
 
@@ -108,9 +110,9 @@ def effort(counts: np.ndarray, value_bits: Sequence[int], dim: int) -> np.ndarra
 
 
 def constants() -> str:
-    """Declarations for the kernel: the work table, from `work`, and what a channel takes of a page, from its format."""
-    names = {"SINK": work.SINK, "WINDOW": work.WINDOW, "PROMPT": work.PROMPT, "TAIL": work.TAIL, "FIELDS": work.FIELDS}
-    names |= {column.name: column.value for column in work.Column} | {"PAGE": PAGE, "CELL": GROUP}
+    """Declarations for the kernel: the schedule's columns, and what a channel takes of a page, from its format."""
+    names = {name: getattr(schedule, name) for name in ("SINK", "WINDOW", "PROMPT", "TAIL", "FIELDS")}
+    names |= {column.name: column.value for column in schedule.Split} | {"PAGE": PAGE, "CELL": GROUP}
     names |= {f"OF_{bits}": channel_bytes(bits) for bits in (16, 8, 4, 2)}
     names["OF_THIRD"] = channel_bytes(3) - channel_bytes(2)
     return f"enum {{ {', '.join(f'{name} = {n}' for name, n in names.items())} }};\n#line 1\n"
@@ -182,9 +184,9 @@ def launch(
     programs: int, rows: int, of_warp: tuple[int, int], dependent: bool, table: Tensor, layer: Layer, queries: Queries,
     results: Results,
 ) -> None:  # fmt: skip
-    """Run the kernel over a work table.
+    """Run the kernel over a schedule.
 
-    rows: query rows of a KV head for which there is room; of_warp: of `rooms`
+    rows: query rows of a KV head for which there is room; of_warp: of `warp_bytes`
     dependent: whether to use programmatic dependent launch
     """
     device, (_, heads, dim) = queries.q.device, layer.index.shape

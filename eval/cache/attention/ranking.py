@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from leank.eval.cache.attention.batched import layout_of
-from leank.eval.cache.attention.work import offset
+from leank.eval.cache.attention.schedule import offset
 from leank.eval.cache.storage.store import Store
 from leank.eval.cache.storage.upload import upload
 

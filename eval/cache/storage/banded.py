@@ -12,21 +12,17 @@ come first. Channel c lies in line c // 4. A thread that multiplies has both pla
     scales      as in `quantised`, of the lines' channels 0, then 2, 1 and 3: in the order of bits
 
 C and C3 are the channels with 2 bits or more, and with 3, rounded up to 16. The tokens of a page of K are in an order
-of their own (`tokens_in_lines`), in which those that are multiplied at the same time lie side by side. The kernel in
-Triton is compiled for a few *forms*: the room of every band, in steps that a GPU multiplies, and the bits of V. It
-reads a head by the first form that has room. The one in CUDA reads all.
+of their own (`tokens_in_lines`), in which those that are multiplied at the same time lie side by side.
 
     K of a head with 20 channels at 16 bits, 32 at 4, 16 at 3 and 16 at 2, in bfloat16:
     | 64 x 32 numbers | codes of 32 | scales of 32 | lower bits of 32 | third of 16 | scales of 32 |
       4096 bytes        1024          128            512                128           128
 """
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -152,20 +148,16 @@ def _from_lines(x: Tensor) -> Tensor:
 
 
 BANDS = 4  # of 16, 8 and 4 bits, and the narrow one
-LEAST_LINES = 32  # lines of codes that a product takes, a byte each; a line of the narrow band has four channels
-MOST_FORMS = 4  # where V has not more widths: each takes some ten seconds to compile
-PAGE_ROOM = 26_000  # bytes: with four such pages on its way, a program leaves a GPU's multiprocessor room for another
-Form = tuple[int, ...]  # room for channels of each band, then the bits of V
+Head = tuple[int, ...]  # channels in 16, 8 and 4 bits, narrow ones, those of them with 3 bits, and the bits of V
 
 
 @dataclass(frozen=True)
 class Banded(BandCodec):
     """The codec of one layer of a layout."""
 
-    kernels: ClassVar[str | None] = "leank.eval.cache.attention.launch:banded_kernels"
     key_bits: tuple[tuple[int, ...], ...]  # of every channel of K, [H][D]
     value_bits: tuple[int, ...]  # of V, [H]
-    forms: tuple[Form, ...]  # for which a kernel is compiled, those of all layers
+    model_heads: tuple[Head, ...]  # of all layers, without empty ones: kernels are compiled for a model
     group = GROUP
 
     def widths(self) -> dict[str, Tensor]:
@@ -183,14 +175,14 @@ class Banded(BandCodec):
         return counts(np.array(self.key_bits))
 
     @cached_property
-    def form_of_heads(self) -> np.ndarray:
-        """The number of the form that reads each head, [H]."""
-        return np.array(
-            [
-                next((i for i, form in enumerate(self.forms) if _reads(form, one)), 0)  # an empty head is not read
-                for one in _needed(self.counts, self.value_bits)
-            ]
-        )
+    def heads(self) -> list[Head]:
+        """What each head stores, [H]."""
+        return [(*of_head, bits) for of_head, bits in zip(self.counts.tolist(), self.value_bits, strict=True)]
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return len(self.key_bits[0])
 
     @cached_property
     def _bands(self) -> list[list[tuple[PageCodec, int]]]:
@@ -204,7 +196,7 @@ class Banded(BandCodec):
 
     @cached_property
     def _values(self) -> list[PageCodec]:
-        return [_packing(bits, value_group(len(self.key_bits[0]))) for bits in self.value_bits]
+        return [_packing(bits, value_group(self.head_dim)) for bits in self.value_bits]
 
     def bands(self, head: int, channels: int) -> Sequence[tuple[PageCodec, int]]:
         return self._bands[head]
@@ -222,11 +214,6 @@ class Banded(BandCodec):
         if (extent.channels.count != self.counts[:, :BANDS].sum(-1)).any():
             raise ValueError("a layout of bits says itself which channels are kept; leave out another choice of them")
         return super().segment(extent)
-
-    @property
-    def why_not_kernel(self) -> str | None:
-        """Why only plain PyTorch can read it: not at all, where the kernel takes the model's heads."""
-        return None
 
 
 def channel_bytes(bits: int, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -256,63 +243,9 @@ def counts(key_bits: np.ndarray) -> np.ndarray:
 
 def codecs(precision: Precision) -> list[Banded]:
     """The codec of every layer."""
-    keys, values = precision.key_bits.tolist(), precision.value_bits.tolist()
-    found = forms(precision)
-    return [
-        Banded(tuple(map(tuple, of_keys)), tuple(of_values), found)
-        for of_keys, of_values in zip(keys, values, strict=True)
+    layers = [
+        Banded(tuple(map(tuple, of_keys)), tuple(of_values), ())
+        for of_keys, of_values in zip(precision.key_bits.tolist(), precision.value_bits.tolist(), strict=True)
     ]
-
-
-def forms(precision: Precision) -> tuple[Form, ...]:
-    """Forms that have room for every head, at most MOST_FORMS where V has no more widths.
-
-    Beginning with what each head needs, two with the same V are made one, those first that cost the least `effort`, and
-    that stay within PAGE_ROOM, because the largest form decides what memory a program takes.
-    """
-    bits, keep = precision.key_bits.flatten(0, 1).numpy(), precision.keep.flatten(0, 1).any(-1).numpy()
-    heads = Counter(_needed(counts(bits[keep]), precision.value_bits.flatten().numpy()[keep].tolist()))
-    dim = bits.shape[-1]
-
-    def cost(pair: tuple[Form, Form]) -> tuple[bool, int]:
-        joint = _joint(pair)
-        wasted = sum(heads[one] * (effort(joint, dim) - effort(one, dim)) for one in pair)
-        return page_room(joint, dim, 2) > PAGE_ROOM, wasted
-
-    while len(heads) > MOST_FORMS and (pairs := [(a, b) for a, b in combinations(sorted(heads), 2) if a[-1] == b[-1]]):
-        pair = min(pairs, key=cost)
-        number = sum(heads.pop(one) for one in pair)
-        heads[_joint(pair)] += number
-    return tuple(sorted(heads, key=sum))
-
-
-def effort(form: Form, head_dim: int) -> int:
-    """Instructions of a warp for a page of a form, about: what bounds its speed where the bytes do not.
-
-    Counted in what Triton makes for sm_90: for every 16 channels in 16 bits, 32 in 8 or 4, 128 narrow ones, and V.
-    """
-    whole, eight, four, narrow, values = form
-    of_keys = 30 * whole // 16 + 120 * (eight + four) // 32 + 600 * narrow // 128
-    return 350 + of_keys + {16: 150, 8: 400, 4: 420, 3: 570, 2: 420}[values] * head_dim // 128
-
-
-def page_room(form: Form, head_dim: int, itemsize: int) -> int:
-    """Bytes of a page of K and V for which a form has room."""
-    of_channel = (PAGE * itemsize, *(PAGE * bits // 8 + 2 * itemsize for bits in (8, 4, 3)))
-    of_values = PAGE * itemsize if form[-1] == WHOLE else PAGE * form[-1] // 8 + 2 * itemsize
-    return sum(n * size for n, size in zip(form, of_channel, strict=False)) + head_dim * of_values
-
-
-def _joint(pair: tuple[Form, Form]) -> Form:
-    return tuple(map(max, *pair))
-
-
-def _needed(of_bands: np.ndarray, value_bits: Sequence[int]) -> list[Form]:
-    """What each head needs at least, of channels of its bands [N, >= BANDS]."""
-    steps = np.array([ROOM, LEAST_LINES, LEAST_LINES, 4 * LEAST_LINES])
-    room = -(-of_bands[:, :BANDS] // steps) * steps
-    return [(*one, bits) for one, bits in zip(room.tolist(), value_bits, strict=True)]
-
-
-def _reads(form: Form, needed: Form) -> bool:
-    return form[-1] == needed[-1] and all(room >= own for room, own in zip(form, needed, strict=True))
+    heads = tuple(head for layer in layers for head in layer.heads if any(head[:BANDS]))
+    return [replace(layer, model_heads=heads) for layer in layers]

@@ -56,11 +56,10 @@ def vector_bytes(dim: Count, bits: int) -> Count:
 class Codec(ABC):
     """How the middle's numbers are stored.
 
-    kernels: "module:function", which makes `eval.cache.attention.launch.CodecKernels` of a store; None = plain PyTorch
-        alone reads the codes, and `why_not_kernel` says why
+    holds: what that is, in words
     """
 
-    kernels: ClassVar[str | None] = None
+    holds: ClassVar[str] = "numbers in a form of their own"
 
     @property
     def order(self) -> Tensor | None:
@@ -70,11 +69,6 @@ class Codec(ABC):
     @abstractmethod
     def segment(self, extent: Extent) -> Segment:
         """An empty segment of this form."""
-
-    @property
-    def why_not_kernel(self) -> str | None:
-        """Why only plain PyTorch can read it, or None."""
-        return f"no kernel reads what {type(self).__name__} stores"
 
 
 # Codes of K and V in pages
@@ -175,8 +169,8 @@ class OfHeads(BandCodec):
         return self.heads[head % len(self.heads)]
 
     @property
-    def why_not_kernel(self) -> str | None:
-        return self.heads[0][0].why_not_kernel
+    def holds(self) -> str:  # type: ignore[override]
+        return self.heads[0][0].holds
 
     def bands(self, head: int, channels: int) -> Sequence[tuple[PageCodec, int]]:
         return [(self._of(head)[0], channels)]
@@ -353,6 +347,8 @@ class PageSegment(Segment):
 class RecordCodec(Codec):
     """Keys as short records, one per token and KV head, where kept channels would lie; the values stay as they are."""
 
+    holds = "keys as records"
+
     @property
     @abstractmethod
     def width(self) -> int:
@@ -383,10 +379,6 @@ class RecordCodec(Codec):
         if (extent.channels.count < extent.head_dim).any() or extent.values is not None:
             raise ValueError("keys that are stored as records keep all channels; leave out the choice of channels")
         return RecordSegment(extent, self.to(extent.channels.index.device))
-
-    @property
-    def why_not_kernel(self) -> str | None:
-        return "the kernel reads keys channel by channel, this method stores them as records"
 
 
 class RecordSegment(Segment):

@@ -17,9 +17,6 @@ from leank.eval.cache.storage.codecs import Codec
 from leank.eval.cache.storage.eviction import Eviction
 from leank.eval.cache.storage.segment import Extent, Segment, TokenSegment
 
-HEAD_DIMS = (64, 128)  # of all kernels over a middle
-LONG_HEAD_DIMS = (*HEAD_DIMS, 192, 256)  # of the one over numbers in 16 bits that reads every token
-
 
 class ReadChoice(Protocol):
     """Which tokens of the middle a query reads.
@@ -87,22 +84,6 @@ class Middle:
             )
         if self.bits is not None and self.values is not None:
             raise ValueError("pruned value channels cannot be stored in fewer bits; leave one of the two out")
-
-    @property
-    def why_not_kernel(self) -> str | None:
-        """Why only plain PyTorch can run over such a middle, or None."""
-        if self.values is not None and (self.eviction is not None or self.reads is not None):
-            return "the kernels that evict, or choose what they read, take every channel of V, this method prunes some"
-        if self.eviction is not None and self.joins is not None:
-            return "the kernel evicts where every head takes new tokens, here some do not"
-        if self.reads is not None and self.bits is not None:
-            return "the kernel that reads chosen tokens does not unpack numbers, this method stores them in fewer bits"
-        return None if self.bits is None else self.bits.why_not_kernel
-
-    @property
-    def kernel_dims(self) -> tuple[int, ...]:
-        """The head_dims that the kernel over such a middle has."""
-        return HEAD_DIMS if self.bits is not None or self.reads is not None else LONG_HEAD_DIMS
 
     def center_on(self, device: torch.device) -> Tensor | None:
         """`center` in the form in which keys lose it, float32 [H, 1, D]."""

@@ -24,7 +24,6 @@ zero points. C is the number of kept channels, rounded up to 16, so that lines a
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -68,7 +67,6 @@ def restore(codes: Tensor, scales: Tensor, group: int) -> Tensor:
 class Packing(PageCodec):
     """KIVI's codec. Raises ValueError for other numbers."""
 
-    kernels: ClassVar[str | None] = "leank.eval.cache.attention.launch:packed_kernels"
     bits: int = 2  # of a number, 2, 3, 4 or 8
     group: int = 32  # numbers in a cell, a divisor of 64 that fills whole bytes
 
@@ -86,12 +84,6 @@ class Packing(PageCodec):
     def segment(self, extent: Extent) -> PageSegment:
         self.check(extent.head_dim)
         return super().segment(extent)
-
-    @property
-    def why_not_kernel(self) -> str | None:
-        if self.bits == 3:
-            return "the kernel reads 3 bits in layouts of several widths alone"
-        return None if self.group >= 32 else f"the kernel reads groups of 32 or 64 numbers, not {self.group}"
 
     def room(self, channels: Count) -> Count:
         """Channels of K for which a page has room when so many are kept."""

@@ -205,10 +205,7 @@ class Planes(PageCodec):
     widths: tuple[int, ...]  # bits of every channel, the most first; those of V are all the same
     group: int = 32
     form: torch.dtype | None = None  # of scales and zero points; None is the model's
-
-    @property
-    def why_not_kernel(self) -> str | None:
-        return "no kernel reads a code of 1 bit, nor scales in FP8"
+    holds = "codes of 1 bit and scales in FP8"
 
     @property
     def _having(self) -> list[int]:

@@ -82,10 +82,7 @@ class Scaled(PageCodec):
 
     scale: float = 1.0  # s, default 1
     bits = 8
-
-    @property
-    def why_not_kernel(self) -> str | None:
-        return "no kernel reads numbers in FP8"
+    holds = "numbers in FP8"
 
     def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
         """The bytes of x / s in e4m3, uint8 [R, n, d], and no numbers, [R, n, 0]."""

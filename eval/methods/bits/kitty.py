@@ -69,6 +69,7 @@ class Boosted(PageCodec):
     share: float
     plain: Packing
     bits = 2
+    holds = "channels whose width every group of tokens chooses"
 
     @property
     def group(self) -> int:  # type: ignore[override]

@@ -109,10 +109,7 @@ class Rotation(PageCodec):
     bits: int = 4  # of a coordinate, 2, 3 or 4
     seed: int = 0  # of the random bases
     norm_correction: bool = False  # whether a vector comes back in its own length
-
-    @property
-    def why_not_kernel(self) -> str | None:
-        return "the kernel reads keys channel by channel, this method stores them rotated"
+    holds = "rotated vectors"
 
     def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
         """The nearest centroids to sqrt(d) (x R)_j / ||x||, uint8 [..., d], and ||x|| [...]."""
@@ -141,10 +138,7 @@ class Even(PageCodec):
     """
 
     bits: int = 4  # of a number, 2, 3 or 4
-
-    @property
-    def why_not_kernel(self) -> str | None:
-        return "no kernel reads one grid per vector"
+    holds = "one grid per vector"
 
     def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
         """Codes, uint8 [..., d], and s and the least number, [..., 2]."""

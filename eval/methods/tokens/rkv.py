@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig
 
 from leank.channel_scores import wide
 from leank.eval.cache.attention.backend import why_not
+from leank.eval.cache.attention.kernels import HEAD_DIMS
 from leank.eval.cache.storage.eviction import HeavyHitters
-from leank.eval.cache.storage.middle import LONG_HEAD_DIMS
 from leank.eval.cache.storage.segment import Segment
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.observe import received
@@ -100,7 +100,7 @@ class Redundant(HeavyHitters):
 
 def compared(keys: Tensor, there: Tensor, threshold: float) -> Tensor:
     """What `redundancy` returns; Triton computes it where it can."""
-    if why_not(keys.device, keys.dtype, keys.shape[-1], 1, insist=False, dims=LONG_HEAD_DIMS):
+    if why_not(keys.device, keys.dtype, keys.shape[-1], 1, insist=False, dims=HEAD_DIMS["decode"]):
         return redundancy(keys, there, threshold)
     from leank.eval.methods.kernels import rkv
 

@@ -15,11 +15,14 @@ from hypothesis import strategies as st
 from tests.helpers.kernels import ON_GPU, check_decoding, check_moves, make_store, poisoned_memory  # noqa: F401
 
 from leank.eval.cache import compressed_cache  # isort: skip  (needs Triton, which the line above asks for)
-from leank.eval.cache.attention import codes, work
-from leank.eval.cache.attention.kernels import banded, packed
-from leank.eval.cache.attention.launch import EFFORT, Config, Kernel
-from leank.eval.cache.storage.banded import BANDS, MOST_FORMS, channel_bytes, codecs, effort, forms
-from leank.eval.cache.storage.middle import HEAD_DIMS
+from leank.eval.cache.attention import codes, schedule, variants
+from leank.eval.cache.attention.backend import why_not_bits
+from leank.eval.cache.attention.kernels import HEAD_DIMS, banded, columns, packed
+from leank.eval.cache.attention.launch import Kernel
+from leank.eval.cache.attention.readers import EFFORT, READERS, Config
+from leank.eval.cache.attention.schedule import Part, Split
+from leank.eval.cache.storage.banded import BANDS, channel_bytes, codecs
+from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.models import ModelConfig, load_model
@@ -90,36 +93,35 @@ def test_logits_and_results_are_divided_by_the_unit(bits, monkeypatch):
     check_decoding([0] * 3, 64, 2, [170, 90], Sizes(10, 64, 64), torch.float32, 1, 2, Config(), 3, bits=codec)
 
 
-def test_forms_have_room_for_every_head_and_are_few():
+def test_variants_have_room_for_every_head_and_are_few():
     for seed in range(4):
-        precision = layout((6, 4, 128), seed)
-        found = forms(precision)
-        assert len(found) <= max(MOST_FORMS, len(VALUE_BITS))
-        for codec in codecs(precision):
-            for head, (counts, values) in enumerate(zip(codec.counts, codec.value_bits, strict=True)):
-                form = found[codec.form_of_heads[head]]
-                if counts.any():
-                    assert (counts[:BANDS] <= form[:-1]).all()
-                    assert values == form[-1]
+        for codec in codecs(layout((6, 4, 128), seed)):
+            found = variants.variants(codec.model_heads, 128)
+            assert len(found) <= max(variants.MOST, len(VALUE_BITS))
+            for head, number in zip(codec.heads, variants.numbers(codec), strict=True):
+                if any(head[:BANDS]):
+                    assert (np.array(head[:BANDS]) <= found[number][:-1]).all()
+                    assert head[-1] == found[number][-1]
     few = Precision(torch.full((2, 2, 64), 4, dtype=torch.uint8), torch.full((2, 2), 2, dtype=torch.uint8))
-    assert forms(few) == ((0, 0, 64, 0, 2),)
+    assert variants.variants(codecs(few)[0].model_heads, 64) == ((0, 0, 64, 0, 2),)
 
 
 def test_the_work_of_a_head_is_its_bytes_or_its_instructions():
-    """The table has what the kernel reads in place of channels, and was cut by the bytes of a token."""
+    """The schedule says what the kernel reads, and was cut by what a page costs."""
     codec = codec_of(ALL, 64, 2)
     store = make_store([0] * 2, 64, [64 * 40], Sizes(0, 0, 64), DTYPE, bits=codec)
     plan = Kernel(programs=8).prepare(store)
-    lines = plan.table[plan.table[:, work.Column.KIND] >= work.PROMPT]
-    counts = codec.counts[1].tolist()
-    for line in lines.tolist():
-        k, v = line[work.Column.CHANNELS], line[work.Column.WIDTH]
-        assert [k & 1023, k >> 10 & 1023, k >> 20, v & 1023, v >> 10 & 1023] == counts
-        assert (v >> 20 & 63, v >> 26) == (codec.form_of_heads[1], codec.value_bits[1])
+    lines = plan.table[plan.table[:, Split.KIND] >= schedule.PROMPT]
+    number = variants.numbers(codec)[1]
     own = torch.tensor(codec.key_bits[1])
-    assert counts == [int((own >= least).sum() - (own > most).sum()) for least, most in OF_COUNTS]
-    page = max(sum(page[0, 1] for page in store.prompt.page_bytes()), EFFORT * effort(codec.forms[v >> 20 & 63], 64))
-    assert plan.codec.heads[1, :2].sum() == pytest.approx(page / PAGE / 2, abs=2)
+    counts = [int((own >= least).sum() - (own > most).sum()) for least, most in OF_COUNTS]
+    for line in lines.tolist():
+        assert [line[Split[column.name]] for column in schedule.BITS] == [*counts, codec.value_bits[1]]
+        assert (line[Split.VARIANT], line[Split.CHANNELS], line[Split.WIDTH]) == (number, int((own > 0).sum()), 64)
+    instructions = EFFORT * variants.effort(variants.variants(codec.model_heads, 64)[number], 64)
+    page = max(sum(page[0, 1] for page in store.prompt.page_bytes()), instructions)
+    parts = schedule.parts(store, plan.reader.cost, plan.reader.columns)
+    assert {int(page)} == set(parts[parts[:, Part.KIND] >= schedule.PROMPT, Part.COST].tolist())
 
 
 def test_a_layout_of_empty_heads_has_nothing_to_read():
@@ -163,7 +165,7 @@ def test_products_on_codes_on_the_device(bits, dim, group, queries, monkeypatch)
         store = check_decoding(
             [0] * 4, dim, group, lengths, sizes, torch.bfloat16, queries, 3, None, programs, seed, codec
         )
-        fits = codes.per_sm(codes.rooms(*store.tail.page_bytes()), dim, store.ring_k.device)
+        fits = codes.per_sm(codes.warp_bytes(*store.tail.page_bytes()), dim, store.ring_k.device)
         assert bool(launches) == bool(fits)  # else the kernel in Triton has read it
 
 
@@ -182,13 +184,28 @@ def test_only_what_codes_can_read_is_left_to_it(monkeypatch):
 
 def test_codes_have_the_constants_of_the_table_and_of_pages():
     """The kernel in CUDA declares none of its own, so that a column that moves moves in both."""
-    expected = dict(SINK=work.SINK, WINDOW=work.WINDOW, PROMPT=work.PROMPT, TAIL=work.TAIL, FIELDS=work.FIELDS)
-    expected |= {column.name: int(column) for column in work.Column}
+    expected = {name: getattr(schedule, name) for name in ("SINK", "WINDOW", "PROMPT", "TAIL", "FIELDS")}
+    expected |= {column.name: int(column) for column in Split}
     expected |= dict(PAGE=PAGE, CELL=GROUP, OF_16=128, OF_8=68, OF_4=36, OF_2=20, OF_THIRD=8)
     declared = {name: int(number) for name, number in re.findall(r"(\w+) = (\d+)", codes.constants())}
     assert declared == expected
     source = (Path(codes.__file__).parent / "kernels" / "codes.cu").read_text(encoding="utf-8")
     assert not re.search(rf"\b({'|'.join(expected)})\b\s*=[^=]|\benum\b", source)
+
+
+def test_triton_has_the_constants_of_the_schedule():
+    """Each by its own name, so that a column that moves moves in the kernels, too."""
+    names = [name for name in vars(columns) if name.isupper()]
+    assert {*names} <= {*Split.__members__} | {*vars(schedule)}
+    for name in names:
+        expected = Split[name] if name in Split.__members__ else getattr(schedule, name)
+        assert getattr(columns, name).value == int(expected)
+
+
+def test_a_codec_has_a_reader_or_a_reason():
+    for codec in (codec_of(ALL, 64), Packing(4, 32)):
+        assert (why_not_bits(codec) is None) == (type(codec) in READERS)
+    assert why_not_bits(Packing(4, 16)) == "the kernel reads groups of 32 or 64 numbers, not 16"
 
 
 @pytest.mark.parametrize("bits", KEY_BITS[1:])
@@ -201,7 +218,7 @@ def test_a_channel_takes_the_bytes_that_its_pages_have(bits):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
-@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("dim", HEAD_DIMS["codes"])
 def test_codes_are_compiled(dim, capability):
     """Without a GPU, where NVRTC is installed beside a PyTorch for CPUs."""
     packages = Path(sysconfig.get_path("purelib"))
@@ -226,10 +243,10 @@ def test_the_memory_of_a_warp_holds_the_largest_page():
     """Of K and of V, and tiles of sink and window, in whole lines."""
     codec = codec_of(ALL, 128, 4)
     page = make_store([0] * 4, 128, [200], Sizes(0, 0, 64), DTYPE, bits=codec).tail.page_bytes()
-    for room, own in zip(codes.rooms(*page), page, strict=True):
+    for room, own in zip(codes.warp_bytes(*page), page, strict=True):
         assert room % 128 == 0
         assert max(own.max(), codes.LEAST) <= room < max(own.max(), codes.LEAST) + 128
-    assert codes.rooms(np.array([[0]]), np.array([[100]])) == (codes.LEAST, codes.LEAST)
+    assert codes.warp_bytes(np.array([[0]]), np.array([[100]])) == (codes.LEAST, codes.LEAST)
 
 
 def test_parts_are_cut_where_every_warp_has_a_page():

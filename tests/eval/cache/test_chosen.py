@@ -16,7 +16,7 @@ from leank.eval.cache.attention import choose as launch  # isort: skip  (needs T
 import triton
 
 from leank.eval.cache import compressed_cache
-from leank.eval.cache.attention.backend import choose_backend
+from leank.eval.cache.attention.backend import choose_backend, why_not_middle
 from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.attention.choose import Chosen, ChosenConfig, lines_held
 from leank.eval.cache.attention.kernels import choose
@@ -208,11 +208,11 @@ def test_rows_that_are_reordered_keep_what_they_choose(kind):
 def test_what_the_kernel_cannot_choose_is_said():
     dense = torch.ones(2, 64, dtype=torch.bool)
     packed = Middle(dense, reads=Quest(200, 16, 0), bits=Packing(4, 32))
-    assert "does not unpack numbers" in packed.why_not_kernel
-    assert Middle(dense, reads=Quest(200, 16, 0)).why_not_kernel is None
-    assert Middle(dense, dense).why_not_kernel is None
+    assert "does not unpack numbers" in why_not_middle(packed)
+    assert why_not_middle(Middle(dense, reads=Quest(200, 16, 0))) is None
+    assert why_not_middle(Middle(dense, dense)) is None
     for choice in ({"reads": Quest(200, 16, 0)}, {"eviction": HeavyHitters(4)}):
-        assert "prunes some" in Middle(dense, dense, **choice).why_not_kernel
+        assert "prunes some" in why_not_middle(Middle(dense, dense, **choice))
     if not ON_GPU:
         store = store_of(Quest(200, 16, 0), [64, 64], 64, [300], Sizes(8, 48, 8))
         q = torch.zeros(1, 4, 1, 64)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from leank.eval.cache import Sizes, compressed_cache
+from leank.eval.cache.attention.backend import why_not_middle
 from leank.eval.cache.memory import measure_store
 from leank.eval.cache.storage.banded import codecs
 from leank.eval.cache.storage.eviction import HeavyHitters
@@ -67,15 +68,15 @@ def digest(*tensors: Tensor | np.ndarray) -> str:
 
 def schedule(store: Store) -> str | None:
     """Which program reads which tokens in which order: the columns of the kernels' table that no address is in."""
-    if store.middle.why_not_kernel is not None:
+    if why_not_middle(store.middle) is not None:
         return None
     pytest.importorskip("triton")
     from leank.eval.cache.attention.launch import Kernel
-    from leank.eval.cache.attention.work import Column
+    from leank.eval.cache.attention.schedule import Split
 
     columns = ["KIND", "ROW", "HEAD", "FIRST", "LAST", "FRESH", "PARTIALS", "NUMBER", "FIRST_NUMBER", "NEXT"]
     table = Kernel(programs=7).prepare(store).table
-    return digest(table[:, [Column[name] for name in columns]])
+    return digest(table[:, [Split[name] for name in columns]])
 
 
 def of_store(name: str) -> dict[str, object]:

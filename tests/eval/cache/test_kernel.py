@@ -25,7 +25,7 @@ from tests.helpers.kernels import (  # noqa: F401
     poisoned_memory,
 )
 
-from leank.eval.cache.attention import work  # isort: skip  (needs Triton, which the line above asks for)
+from leank.eval.cache.attention import schedule  # isort: skip  (needs Triton, which the line above asks for)
 import triton
 import triton.language as tl
 
@@ -36,7 +36,9 @@ from leank.eval.cache.attention.kernels import packed
 from leank.eval.cache.attention.kernels.banded import joining, lowest_of
 from leank.eval.cache.attention.kernels.packed import instructions, numbers, step_of, unit_of
 from leank.eval.cache.attention.kernels.parts import merge
-from leank.eval.cache.attention.launch import FEW, Config, Kernel, kernels_of
+from leank.eval.cache.attention.launch import FEW, Kernel
+from leank.eval.cache.attention.readers import Config, reader_of
+from leank.eval.cache.attention.schedule import Part, Split
 from leank.eval.cache.layer import CompressedLayer
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.quantised import Packing
@@ -135,7 +137,7 @@ def test_more_partial_results_than_a_merge_reads_in_a_round(merge):
     k, v = torch.randn(2, 1, 1, 2, 64).to(DEVICE, DTYPE)
     position = store.append(k, v, write=kernel.write)
     assert error(kernel, store, torch.randn(1, 8, 2, 64).to(DEVICE, DTYPE), position) < 5e-3
-    assert store.plan.table[:, work.Column.PARTIALS].max() > 2 * (64 // rows)
+    assert store.plan.table[:, Split.PARTIALS].max() > 2 * (64 // rows)
 
 
 @pytest.mark.parametrize("widths", [None, [23, 9]])
@@ -172,7 +174,7 @@ def test_heads_with_tokens_of_their_own():
     assert error(kernel, store, q, position) < 5e-3
 
 
-# The work table
+# The schedule
 
 
 @settings(max_examples=30, derandomize=True)
@@ -183,25 +185,30 @@ def test_heads_with_tokens_of_their_own():
     st.integers(1, 40),
     st.sampled_from([64, 128]),
     st.integers(1, 4),
-    st.sampled_from([0, work.TILE_BYTES]),
-    st.sampled_from([0, work.PIECE_BYTES, 2**17]),
+    st.sampled_from([0, schedule.TILE_BYTES]),
+    st.sampled_from([0, schedule.SPLIT_BYTES, 2**17]),
 )
-def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_head, per_tile, piece):
+def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_head, per_tile, split):
     """Walking every program's span reads each unit's tokens once, in partial results that are numbered without gaps."""
-    unit = [(2, i // per_head, 0, tokens, 0, i, *channels) for i, (tokens, *channels) in enumerate(parts)]
-    units = np.array(unit, dtype=np.int64)  # V's start names the unit
-    table = work.cut(units, programs, tile, per_tile=per_tile, piece=piece)
-    assert len(table) <= programs + len(unit)
-    read = {i: [] for i in range(len(unit))}
+    units = np.zeros((len(parts), len(Part)), dtype=np.int64)
+    units[:, Part.KIND], units[:, Part.ROW] = schedule.PROMPT, np.arange(len(parts)) // per_head
+    units[:, Part.V_START] = np.arange(len(parts))  # names the unit
+    units[:, [Part.TOKENS, Part.CHANNELS, Part.WIDTH]] = parts
+    units[:, Part.COST] = units[:, [Part.CHANNELS, Part.WIDTH]].sum(1) * 128
+    table = schedule.cut(units, programs, tile, per_tile=per_tile, split=split)
+    assert len(table) <= programs + len(parts)
+    read = {i: [] for i in range(len(parts))}
     partials, cost = {}, []
     for program in range(programs):
         line, spent, open_result = program, 0, None
         while line >= 0:
-            _, row, _, first, last, _, name, *values = table[line].tolist()
-            count, fresh, ends, number, first_number, line, width = values
+            of_line = dict(zip(Split, table[line].tolist(), strict=True))
+            row, first, last, name = (of_line[c] for c in (Split.ROW, Split.FIRST, Split.LAST, Split.V_START))
+            count, width, fresh, ends = (of_line[c] for c in (Split.CHANNELS, Split.WIDTH, Split.FRESH, Split.PARTIALS))
+            number, first_number, line = (of_line[c] for c in (Split.NUMBER, Split.FIRST_NUMBER, Split.NEXT))
             if last > first:
                 read[name].append((first, last))
-                spent += (-(-(last - first) // tile)) * ((count + width) * tile * 2 + per_tile) + piece
+                spent += (-(-(last - first) // tile)) * ((count + width) * tile * 2 + per_tile) + split
                 assert fresh == (open_result is None)
                 open_result = number
                 if ends:
@@ -218,18 +225,18 @@ def test_spans_cover_every_token_once_and_are_even(parts, programs, tile, per_he
         numbers = sorted(n for n, _, _ in results)
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         assert all(first == numbers[0] and count == len(numbers) for _, first, count in results)
-    largest_step = 256 * tile * 2 + per_tile + 2 * piece
-    assert max(cost) <= sum(cost) / programs + 2 * largest_step + piece * len(unit)
+    largest_step = 256 * tile * 2 + per_tile + 2 * split
+    assert max(cost) <= sum(cost) / programs + 2 * largest_step + split * len(parts)
 
 
 def test_the_work_of_a_head_is_the_bytes_of_its_keys_and_values():
     """Two heads alike but for V: the one that keeps twice as many bytes in all gets twice as many spans."""
     store = make_store([32, 32], 64, [12000], Sizes(0, 0, 8), DTYPE, widths=[0, 32])
-    parts = work.parts(store)
-    middles = parts[parts[:, work.Part.KIND] == work.PROMPT]
-    assert middles[:, [work.Part.CHANNELS, work.Part.WIDTH]].tolist() == [[32, 0], [32, 32]]
-    table = work.cut(middles, 30, 64, per_tile=0)  # bytes alone
-    heads, numbers = table[:, work.Column.HEAD], table[:, work.Column.NUMBER]
+    parts = schedule.parts(store)
+    middles = parts[parts[:, Part.KIND] == schedule.PROMPT]
+    assert middles[:, [Part.CHANNELS, Part.WIDTH]].tolist() == [[32, 0], [32, 32]]
+    table = schedule.cut(middles, 30, 64, per_tile=0)  # bytes alone
+    heads, numbers = table[:, Split.HEAD], table[:, Split.NUMBER]
     spans = [len(set(numbers[heads == head].tolist())) for head in (0, 1)]
     assert spans[1] / spans[0] == pytest.approx(2, abs=0.3)
 
@@ -250,9 +257,9 @@ def test_a_program_of_few_pages_asks_for_fewer_of_them_ahead(bits):
     assert Kernel(programs=1).prepare(store).few
     store = make_store([64], 64, [64 * FEW + 90], Sizes(4, 16, 32), torch.float16, bits=Packing(bits, 32))
     assert not Kernel(programs=1).prepare(store).few
-    codec = kernels_of(store)
-    assert Kernel()._config(codec, 64, 16, few=True).stages < Kernel()._config(codec, 64, 16, few=False).stages
-    assert Kernel(Config(stages=4))._config(codec, 64, 16, few=True).stages == 4  # what was asked for
+    reader = reader_of(store)
+    assert Kernel()._config(reader, 64, 16, few=True).stages < Kernel()._config(reader, 64, 16, few=False).stages
+    assert Kernel(Config(stages=4))._config(reader, 64, 16, few=True).stages == 4  # what was asked for
 
 
 @pytest.mark.parametrize("scaling", [0.0, -0.1])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import pad
 
 from leank.eval.cache import Sizes
-from leank.eval.cache.attention.backend import Auto, why_not_shape
+from leank.eval.cache.attention.backend import Auto, head_dims, why_not_shape
 from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.memory import measure_store
 from leank.eval.cache.storage import segment as writing
@@ -191,9 +191,9 @@ def test_the_kernel_says_what_it_cannot(monkeypatch):
 @pytest.mark.parametrize("dim", [192, 256])
 def test_long_heads_have_a_kernel_over_numbers_in_16_bits_alone(dim):
     for middle in (Middle(), Middle(eviction=object())):
-        assert why_not_shape(dim, 4, middle.kernel_dims) is None
+        assert why_not_shape(dim, 4, head_dims(middle)) is None
     for other in (Middle(bits=Packing(4, 32)), Middle(reads=object())):
-        assert "has head_dim 64 and 128, the model" in why_not_shape(dim, 4, other.kernel_dims)
+        assert "has head_dim 64 and 128, the model" in why_not_shape(dim, 4, head_dims(other))
 
 
 # Records, stored and read back bit for bit, whatever their bits mean as numbers

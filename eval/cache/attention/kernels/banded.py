@@ -1,11 +1,11 @@
 """Pages of bands (eval.cache.storage.banded): how the decode kernel reads them, and how tokens are packed into them.
 
-Codes become numbers as in `packed`, of which this is the form for several widths: every warp has a page of its own,
+Codes become numbers as in `packed`, of which this is the reader for several widths: every warp has a page of its own,
 reads one band of K after the other, adds their products to the page's logits, and then reads V. So a head takes as many
 bytes as its layout says, and its pages are read once. A code of the narrow band is joined of its planes; channels of 2
 bits have no line of the upper one, of which nothing is read.
 
-`read` is compiled for a few forms of heads (`storage.banded.forms`), each a loop of its own without branches, in which
+`read` is compiled for a few variants of heads (`attention.variants`), each a loop of its own without branches, in which
 Triton asks for the next pages while it multiplies. A loop takes a band's lines in pieces, whose codes become operands
 where they lie. Triton does that for pieces of 32 lines, and for numbers that are made of loads and constants alone;
 others it would write to shared memory and read again, which took half of the time.
@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from leank.eval.cache.attention import variants
+from leank.eval.cache.attention.kernels.columns import EIGHT, FOUR, NARROW, THIRD, VARIANT, WHOLE
 from leank.eval.cache.attention.kernels.packed import (
     AT_ONCE,
     HALF,
@@ -37,19 +39,19 @@ from leank.eval.cache.attention.kernels.packed import (
     step_of,
     unit_of,
 )
-from leank.eval.cache.storage import banded
+from leank.eval.cache.storage.banded import BANDS as BAND_COUNT
 from leank.precision import GROUP, VALUE_BITS
 
 CELL = tl.constexpr(GROUP)
-BANDS = tl.constexpr(banded.BANDS)
-LINES = tl.constexpr(banded.LEAST_LINES)  # of a piece
+BANDS = tl.constexpr(BAND_COUNT)
+LINES = tl.constexpr(variants.LEAST_LINES)  # of a piece
 WIDTHS = tl.constexpr(len(VALUE_BITS))
 
 
 class Codes(NamedTuple):
     """What `read` is compiled for, beside the decode kernel's `Form`."""
 
-    FORMS: tuple[Any, ...]  # of heads, see `storage.banded.forms`
+    VARIANTS: tuple[Any, ...]  # of heads, see `attention.variants`
     PAGES: tuple[int, ...]  # bytes of a page of K and V for which each has room
     AHEAD: int  # bytes that a program may ask for before it needs them
     PTX: bool  # whether codes are unpacked in PTX, which Triton's interpreter cannot run
@@ -59,9 +61,9 @@ class Codes(NamedTuple):
 
 
 @triton.constexpr_function
-def room_of(codes, form, band):
-    """Channels of a band for which a form has room; behind the last band, the bits of V."""
-    return codes.FORMS[form][band]
+def room_of(codes, variant, band):
+    """Channels of a band for which a variant has room; behind the last band, the bits of V."""
+    return codes.VARIANTS[variant][band]
 
 
 @triton.constexpr_function
@@ -90,13 +92,13 @@ def pieces_of(room, channels):
 
 
 @triton.constexpr_function
-def stages_of(codes, form, warps):
+def stages_of(codes, variant, warps):
     """How many pages a program asks for ahead, and one."""
-    return 3 if 2 * warps * codes.PAGES[form] <= codes.AHEAD else 2
+    return 3 if 2 * warps * codes.PAGES[variant] <= codes.AHEAD else 2
 
 
 @triton.constexpr_function
-def unit_of_form(dtype, ptx, value_bits):
+def unit_of_variant(dtype, ptx, value_bits):
     """What V is multiplied by when it is added up; see `packed.unit_of`."""
     return 1.0 if value_bits == 16 else unit_of(dtype, ptx)
 
@@ -198,7 +200,7 @@ def _narrow(
     left: [P], tokens from a page's first to the last one
     third: channels that have a third bit
 
-    All lines of the form are computed, without a branch: of those that the head lacks, no byte is read.
+    All lines of the variant are computed, without a branch: of those that the head lacks, no byte is read.
     """
     NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
     lines, of_third = _room(n) // 4, _room(third) // 4
@@ -328,17 +330,17 @@ def _add(
 @triton.jit
 def _sums(
     q_row, ok, index, layer, k_at, v_at, first, last, n, scale,
-    FORM: tl.constexpr, N: tl.constexpr, F: tl.constexpr, CODES: tl.constexpr,
+    WHICH: tl.constexpr, N: tl.constexpr, F: tl.constexpr, CODES: tl.constexpr,
 ):
     """Every warp's softmax of tokens [first, last) of a part whose bands have n channels, for `packed._together`."""
     D: tl.constexpr = F.D
     PAGE: tl.constexpr = F.PAGE
     WARPS: tl.constexpr = F.WARPS
-    K16: tl.constexpr = room_of(CODES, FORM, 0)
-    K8: tl.constexpr = room_of(CODES, FORM, 1)
-    K4: tl.constexpr = room_of(CODES, FORM, 2)
-    NARROW: tl.constexpr = room_of(CODES, FORM, 3)
-    V: tl.constexpr = room_of(CODES, FORM, BANDS)
+    K16: tl.constexpr = room_of(CODES, WHICH, 0)
+    K8: tl.constexpr = room_of(CODES, WHICH, 1)
+    K4: tl.constexpr = room_of(CODES, WHICH, 2)
+    K3: tl.constexpr = room_of(CODES, WHICH, 3)
+    V: tl.constexpr = room_of(CODES, WHICH, BANDS)
     PTX: tl.constexpr = CODES.PTX
     dtype: tl.constexpr = layer.base.dtype.element_ty
     NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
@@ -358,7 +360,7 @@ def _sums(
     index += n[1]
     q4 = _queries_of(q_row, ok, index, n[2], K4, F)
     index += n[2]
-    q = _narrow_queries(q_row, ok, index, n[3], NARROW, F)
+    q = _narrow_queries(q_row, ok, index, n[3], K3, F)
     k_page = page_bytes(n, NUMBER, PAGE)
     scale *= 1.0 / UNIT
 
@@ -367,7 +369,7 @@ def _sums(
     a0 = tl.zeros([WARPS, D // 4, N], tl.float32)
     a1, a2, a3 = a0, a0, a0
     M: tl.constexpr = ok.shape[0]
-    for at in tl.range(first, last, WARPS * PAGE, num_stages=stages_of(CODES, FORM, WARPS)):
+    for at in tl.range(first, last, WARPS * PAGE, num_stages=stages_of(CODES, WHICH, WARPS)):
         left = last - at - number * PAGE
         start = number * k_page
         page = k + tl.multiple_of(at // PAGE * k_page, 16)
@@ -383,8 +385,8 @@ def _sums(
         if K4 > 0:
             s, t = _even(s, t, q4, page, start, left, four, dtype, 4, K4, F, PTX)
             page += tl.multiple_of(four * (PAGE // 2 + 2 * NUMBER), 16)
-        if NARROW > 0:
-            s, t = _narrow(s, t, q, page, start, left, n[3], n[4], dtype, NARROW, F, PTX)
+        if K3 > 0:
+            s, t = _narrow(s, t, q, page, start, left, n[3], n[4], dtype, K3, F, PTX)
         s, t = _masked(s, token, left, N), _masked(t, token, left - HALF, N)
         # one step of the online softmax; the scale is positive, so the maximum may come before it
         new = tl.maximum(top, tl.maximum(tl.max(s, 2), tl.max(t, 2)) * scale)
@@ -405,23 +407,20 @@ def _sums(
 
 @triton.jit
 def read(
-    acc, m, z, q_row, ok, index, layer, k_at, v_at, first, last, count, width, scale,
+    acc, m, z, q_row, ok, index, layer, entry, k_at, v_at, first, last, scale,
     F: tl.constexpr, CODES: tl.constexpr,
 ):
-    """Tokens [first, last) of a part whose pages have bands; the form for one width is `packed.read`.
-
-    count: channels in 16, 8 and 4 bits; width: narrow ones, those of them with 3, and the number of the head's form;
-        ten bits each, the lowest first, six for the form; behind it, the bits of V
-    """
+    """Tokens [first, last) of a part whose pages have bands; the parameters are those of `packed.read`."""
     N: tl.constexpr = 8 if F.ROWS <= 8 and acc.shape[0] == 16 else acc.shape[0]
-    n = (count & 1023, (count >> 10) & 1023, count >> 20, width & 1023, (width >> 10) & 1023)
-    form = (width >> 20) & 63
-    for i in tl.static_range(len(CODES.FORMS)):
-        if form == i:
+    n = (tl.load(entry + WHOLE).to(tl.int32), tl.load(entry + EIGHT).to(tl.int32), tl.load(entry + FOUR).to(tl.int32),
+         tl.load(entry + NARROW).to(tl.int32), tl.load(entry + THIRD).to(tl.int32))
+    variant = tl.load(entry + VARIANT).to(tl.int32)
+    for i in tl.static_range(len(CODES.VARIANTS)):
+        if variant == i:
             a0, a1, a2, a3, top, sums = _sums(q_row, ok, index, layer, k_at, v_at, first, last, n, scale,
                                               i, N, F, CODES)
             acc, m, z = _together(acc, m, z, a0, a1, a2, a3, top, sums, F.TILE,
-                                  unit_of_form(layer.base.dtype.element_ty, CODES.PTX, room_of(CODES, i, BANDS)))
+                                  unit_of_variant(layer.base.dtype.element_ty, CODES.PTX, room_of(CODES, i, BANDS)))
     return acc, m, z
 
 

@@ -12,7 +12,7 @@ a higher bit of its byte is 2^bit times as large, so the other operand is as muc
 
 Every warp has pages of its own, brought to shared memory ahead: the next page's K while it multiplies V, and the next V
 while it multiplies K. Its loops are short and do not depend on the layout, so that one kernel is compiled for all
-layouts of a model's heads. Sink and window are read in tiles of 16 tokens. The work table and the merge of partial
+layouts of a model's heads. Sink and window are read in tiles of 16 tokens. The schedule and the merge of partial
 results are those of `decode.py`, whose names are used here.
 
 Fragments of mma.m16n8k16 (lane = 4 g + i): A has rows g and g + 8, columns 2i, 2i + 1 and those 8 later; B has column
@@ -25,7 +25,7 @@ its bytes 0 and 2 are a pair of columns, its bytes 1 and 3 the pair 8 later. Til
     token 32 (w / 2) + 4 (w % 2) + 8 (g / 2) + 2 (g % 2)  in row g,  and the token after it in row g + 8
 
 Compiled for D channels of a head (64 or 128), GROUP query heads for each KV head, ROWS query rows of a program, at
-most 8, and WARPS warps. Declared before this file, by `codes.constants`: the columns of the work table, FIELDS, the kinds of parts,
+most 8, and WARPS warps. Declared before this file, by `codes.constants`: the columns of the schedule, FIELDS, the kinds of parts,
 PAGE, CELL, and OF_16 to OF_THIRD, the bytes that a channel of K takes of a page by its bits. */
 
 typedef unsigned char u8;
@@ -678,9 +678,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode(
       }
     }
     const u16 *of_row = x.q + row * x.q_b + head * GROUP * x.q_h;
-    i64 k_at = entry[K_START], v_at = entry[V_START], channels = entry[CHANNELS], width = entry[WIDTH];
+    i64 k_at = entry[K_START], v_at = entry[V_START];
+    const Bands n = {(int)entry[WHOLE], (int)entry[EIGHT], (int)entry[FOUR], (int)entry[NARROW], (int)entry[THIRD],
+                     (int)entry[VALUES]};
     const int *kept = x.index + row * x.index_b + head * D;
-    if (line == blockIdx.x) wait_for_previous_kernel();  // which does not write the work table
+    if (line == blockIdx.x) wait_for_previous_kernel();  // which does not write the schedule
     if (kind <= WINDOW) {
       int seen = (int)x.seen[row], newest = seen - 1, slots = x.slots;
       Ends ends = {first, min(last, seen), slots, 0, 0, min(last, seen)};
@@ -693,8 +695,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode(
       read_ends(x, rows, warp, x.base + k_at, x.base + v_at, ends, position, of_row, kept);
     } else {
       if (kind == TAIL) last = min(last, (int)x.tail[row * x.heads + head]);
-      Bands n = {(int)(channels & 1023), (int)(channels >> 10 & 1023), (int)(channels >> 20), (int)(width & 1023),
-                 (int)(width >> 10 & 1023), (int)(width >> 26)};
       const u8 *codes = (const u8 *)x.base;
       read_pages(x, rows, warp, codes + k_at, codes + v_at, first, last, n, of_row, kept);
     }

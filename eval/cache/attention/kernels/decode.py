@@ -1,6 +1,6 @@
 """Decode attention over a sealed layer in one Triton launch: the fast path beside `batched.attend`.
 
-Every program walks its span of the work table (eval.cache.attention.work) and keeps an online softmax per (row, KV
+Every program walks its span of the schedule (eval.cache.attention.schedule) and keeps an online softmax per (row, KV
 head). Query channels are gathered here, so the model's weights stay as they are. The last program to finish a (row,
 head) merges the partial results by log-sum-exp, so there is no second launch. Lengths are read from device tensors, so
 that a captured CUDA graph can be replayed.
@@ -15,7 +15,26 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from leank.eval.cache.attention import work
+from leank.eval.cache.attention.kernels.columns import (
+    CHANNELS,
+    FIELDS,
+    FIRST,
+    FIRST_NUMBER,
+    FRESH,
+    HEAD,
+    K_START,
+    KIND,
+    LAST,
+    NEXT,
+    NUMBER,
+    PARTIALS,
+    ROW,
+    SINK,
+    TAIL,
+    V_START,
+    WIDTH,
+    WINDOW,
+)
 from leank.eval.cache.attention.kernels.evict import logits_of, store_lse
 from leank.eval.cache.attention.kernels.parts import (
     _gather,
@@ -30,12 +49,6 @@ from leank.eval.cache.attention.kernels.parts import (
     wait_for_previous_kernel,
 )
 
-# columns of the work table
-SINK, WINDOW, TAIL = tl.constexpr(work.SINK), tl.constexpr(work.WINDOW), tl.constexpr(work.TAIL)
-(
-    KIND, ROW, HEAD, FIRST, LAST, K_START, V_START, CHANNELS, FRESH, PARTIALS, NUMBER, FIRST_NUMBER, NEXT, WIDTH
-) = (tl.constexpr(int(column)) for column in work.Column)  # fmt: skip
-
 
 class Form(NamedTuple):
     """What `decode` is compiled for."""
@@ -49,7 +62,6 @@ class Form(NamedTuple):
     MERGE_LINES: int  # partial results that a merge asks for at a time
     EVEN: bool  # whether every count of channels is a multiple of 32, so that the main loop needs no masks
     PAGE: int  # tokens of a page of the middle
-    FIELDS: int  # columns of the work table
     WARPS: int  # of a program
     VALUES: int  # the most channels that V keeps, rounded up to a power of two; 0 = V keeps all
     # whether to leave logits and log-sum-exp for `evict.add_weights`, which says what scratch and room are; then there
@@ -269,9 +281,9 @@ def decode(
     layer, table, queries, results, scratch, room, most, places,
     F: tl.constexpr, READ: tl.constexpr, CODES: tl.constexpr,
 ):
-    """Program (p, c): span p of the work table for the query tokens of chunk c.
+    """Program (p, c): span p of the schedule for the query tokens of chunk c.
 
-    layer, queries, results: of `parts`. table: int64 [lines, FIELDS], with the columns of work.Column
+    layer, queries, results: of `parts`. table: the schedule, int64 [lines, FIELDS]
     scratch, room: where logits are left; see `evict`
     most: partial results of a chunk that there is room for. places: B * H
     F: a `Form`. CODES: what READ is compiled for
@@ -295,7 +307,7 @@ def decode(
     z = tl.zeros([M, TILE], tl.float32)
     line = tl.program_id(0).to(tl.int64)
     while line >= 0:
-        entry = table + line * F.FIELDS
+        entry = table + line * FIELDS
         kind, row, head = tl.load(entry + KIND), tl.load(entry + ROW), tl.load(entry + HEAD)
         first, last = tl.multiple_of(tl.load(entry + FIRST).to(tl.int32), PAGE), tl.load(entry + LAST).to(tl.int32)
         k_at, v_at = tl.load(entry + K_START), tl.load(entry + V_START)
@@ -322,7 +334,7 @@ def decode(
                 last = tl.minimum(last, tl.load(layer.tail + row * F.H + head).to(tl.int32))
             kept = layer.index + row * layer.index_b + head * D
             if READ is not None:
-                acc, m, z = READ(acc, m, z, q_row, ok, kept, layer, k_at, v_at, first, last, count, width,
+                acc, m, z = READ(acc, m, z, q_row, ok, kept, layer, entry, k_at, v_at, first, last,
                                  queries.scale, F, CODES)
             else:
                 acc, m, z = _kept(acc, m, z, q_row, ok, kept, layer.ranks + row * layer.ranks_b + head * D,

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from leank import precision
+from leank.eval.cache.attention.kernels.columns import CHANNELS
 from leank.eval.cache.attention.kernels.parts import gather
 
 HALF = tl.constexpr(32)  # tokens of a page that are multiplied at a time
@@ -355,20 +356,21 @@ def _sums(
 
 @triton.jit
 def read(
-    acc, m, z, q_row, ok, index, layer, k_at, v_at, first, last, count, width, scale,
+    acc, m, z, q_row, ok, index, layer, entry, k_at, v_at, first, last, scale,
     F: tl.constexpr, CODES: tl.constexpr,
 ):
     """Tokens [first, last) of a packed part; the form for 16 bits is `decode.middle`.
 
     q_row: [M], where the queries of a tile begin; ok: [M], which rows hold one
-    index: the numbers of the head's `count` kept channels
+    index: the numbers of the head's kept channels
+    entry: the split's line of the schedule
     k_at, v_at: bytes from the layer's `codes` to where the head's K and V begin
-    width: channels of V, all of them
     scale: factor of the logits, positive
 
     An operand has at least 32 bytes of channels, which at two bits are 64.
     """
     N: tl.constexpr = 8 if F.ROWS <= 8 and acc.shape[0] == 16 else acc.shape[0]
+    count = tl.load(entry + CHANNELS).to(tl.int32)
     if count <= 32 and CODES.BITS > 2:
         a0, a1, a2, a3, top, sums = _sums(q_row, ok, index, layer, k_at, v_at, first, last, count, scale,
                                           32 if CODES.BITS > 2 else 64, N, F, CODES)

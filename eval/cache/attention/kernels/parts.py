@@ -89,7 +89,7 @@ def step(acc, m, z, s, v):
 def wait_for_previous_kernel(PDL: tl.constexpr):
     """With programmatic dependent launch, wait for the previous kernel's end, then let the next one's blocks start.
 
-    What may be read before this call no kernel writes that lets the next one start: the work table, and the numbers of
+    What may be read before this call no kernel writes that lets the next one start: the schedule, and the numbers of
     kept channels, for `ring.write` and `decode` write neither.
     """
     if PDL:
