@@ -48,10 +48,7 @@ class Blocks(PageCodec):
     """Numbers in e2m1, their sign in the highest bit, and the scales of their blocks in e4m3."""
 
     bits = 4
-
-    @property
-    def why_not_kernel(self) -> str | None:
-        return "no kernel reads numbers in FP4"
+    holds = "numbers in FP4"
 
     def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
         """Codes, uint8 [..., d], and the scales of the blocks, [..., blocks], numbers of e4m3 in x's dtype."""

@@ -108,10 +108,7 @@ class Turned(Even):
     basis: Tensor = None  # type: ignore[assignment]  # a field behind one that has a default needs one
     clip: float = 1.0
     mean: Tensor | None = None
-
-    @property
-    def why_not_kernel(self) -> str | None:
-        return "no kernel reads vectors in another basis"
+    holds = "vectors in another basis"
 
     def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
         """Codes, uint8 [..., D], and scale and least number, [..., 2]. Raises ValueError for pruned channels."""

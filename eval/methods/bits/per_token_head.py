@@ -59,10 +59,7 @@ class ShortGrid(PageCodec):
     block: int = 128  # largest size of the Hadamard matrices that turn it; 1 turns nothing
     signs: bool = True  # whether random signs stand before them
     bits = BITS
-
-    @property
-    def why_not_kernel(self) -> str | None:
-        return "no kernel reads one grid per vector"
+    holds = "one grid per vector"
 
     def basis(self, dim: int) -> Tensor:
         """diag(signs) H, [dim, dim], float64."""
