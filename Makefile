@@ -1,6 +1,7 @@
 # make demo   learn a 70% mask for the reference model on a CPU and compare it, in minutes
 # make test   the default test suite, a process per core
 # make lint   ruff, mypy, spelling
+# make versions   the tests of what touches transformers, with its oldest and its newest release, each in an environment of its own
 # make families   every causal decoder of transformers as a tiny model, then docs/use/families.md: minutes
 # make docs   the pages and the API reference, into site/
 # make vllm   vLLM with the plug-in, into .venv-vllm/; make vllm-test tests it there
@@ -9,8 +10,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 OUT ?= outputs/demo
+# the oldest release is that of pyproject.toml, the newest that of constraints.txt
+VERSIONS ?= $(shell sed -n 's/.*"transformers>=\([0-9.]*\).*/\1.0/p' pyproject.toml) $(shell sed -n 's/^transformers==//p' constraints.txt)
 
-.PHONY: ALWAYS demo test lint docs families gpu-test slurm-test vllm vllm-test clean
+.PHONY: ALWAYS demo test lint docs versions families gpu-test slurm-test vllm vllm-test clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
@@ -49,6 +52,21 @@ test: $(VENV)/installed
 lint: $(VENV)/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/codespell
 
+# An older transformers needs an older huggingface_hub, so neither is pinned.
+.venv-transformers-%/installed: pyproject.toml constraints.txt
+	@echo "Installing transformers $* into $(@D): a few minutes, once."
+	@$(PYTHON) -m venv $(@D)
+	@sed '/^transformers==/d; /^huggingface_hub==/d' constraints.txt > $(@D)/constraints.txt
+	@$(@D)/bin/pip install -q -c $(@D)/constraints.txt torch
+	@$(@D)/bin/pip install -q -c $(@D)/constraints.txt transformers==$* -e '.[all]' \
+		pytest pytest-xdist hypothesis setuptools markdown-it-py "triton; sys_platform == 'linux'"
+	@touch $@
+
+versions: $(VERSIONS:%=.venv-transformers-%/installed)
+	@for version in $(VERSIONS); do echo "transformers $$version"; .venv-transformers-$$version/bin/python -m pytest -q -n auto \
+		--dist worksteal tests/eval/cache tests/eval/inference tests/eval/methods/test_prefill.py tests/leank \
+		tests/leank_train || exit 1; done
+
 families: $(VENV)/installed
 	@$(BIN)/python -m pytest -q tests/eval/cache/test_families.py tests/leank_train/objective/test_plain_form.py -k "not page"
 	@$(BIN)/python -m tests.helpers.walk docs/use/families.md
@@ -77,4 +95,4 @@ vllm-test: $(VLLM_VENV)/installed
 	$(VLLM_VENV)/bin/python -m pytest -q tests/eval/serving
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) .venv-transformers-* site .pytest_cache .mypy_cache .ruff_cache

@@ -16,7 +16,7 @@ from leank.cli import again, ending, leave_no_trace
 from leank.launch import launch
 
 CONF = str(files("leank.conf.train"))
-COMMANDS = ("doctor", "share")  # modules, beside the training that Hydra starts
+COMMANDS = {"doctor": "consult", "share": "share"}  # and their modules, beside the training that Hydra starts
 
 
 @hydra.main(version_base="1.3", config_path=CONF, config_name="train")
@@ -101,7 +101,7 @@ def fitted(given: DictConfig, named: Sequence[str], experiment: bool) -> tuple[D
 def command_line() -> None:
     """Run a command that the first argument names, else Hydra's command line."""
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:
-        import_module(f"leank_train.{sys.argv[1]}").main(sys.argv[2:])
+        import_module(f"leank_train.{COMMANDS[sys.argv[1]]}").main(sys.argv[2:])
         return
     with ending("leank_train"):
         launch(main, "leank_train", "; python -m leank_train --help shows what there is")

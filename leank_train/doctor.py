@@ -1,12 +1,5 @@
-"""Will it work, and what will it gain: what can be said of a model before any weights are loaded.
+"""What can be said of a model before any weights are loaded: will a cache and training work, and what do they gain."""
 
-    python -m leank_train doctor MODEL [--tokens 4096 32768] [--batch 1 8 64]
-
-MODEL is a folder, a name on the hub, or a shipped model. The bytes are those of the prompt in 16 bits. Decoding reads
-the weights and the cache once a token, so the ratio of these bytes is what a step can gain at most.
-"""
-
-import argparse
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,7 +10,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from leank.backbone import load_config, said_by
-from leank.cli import ending
 from leank.errors import in_one_line
 from leank.eval.cache import compressed_cache
 from leank.eval.cache.attention.backend import why_not_shape
@@ -183,22 +175,3 @@ def examine(name: str, lengths: Sequence[int], batches: Sequence[int]) -> str:
     elif found["training"].startswith("yes"):
         lines += ["\nWithout training, trained, and checked:", *(f"    {line}" for line in commands(name, config))]
     return "\n".join(lines)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(
-        "leank_train doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model")
-    parser.add_argument("--tokens", type=_count, nargs="+", default=[], help="lengths of a prompt")
-    parser.add_argument("--batch", type=_count, nargs="+", default=[1, 8, 64], help="prompts that are decoded together")
-    given = parser.parse_args(arguments)
-    with ending("leank_train doctor"):
-        print(examine(given.model.removeprefix("model.name=").removeprefix("model="), given.tokens, given.batch))
-
-
-def _count(text: str) -> int:
-    if not (text.isdecimal() and 1 <= int(text) <= LARGEST):
-        raise argparse.ArgumentTypeError(f"{text} is no number of 1 to {LARGEST}; give one, such as 8")
-    return int(text)

@@ -8,7 +8,6 @@ import argparse
 from collections.abc import Sequence
 
 from leank.cli import ending
-from leank.mask import ChannelMask
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -25,6 +24,8 @@ def main(arguments: Sequence[str]) -> None:
     given = parser.parse_args(arguments)
     if given.folder == "":  # a variable of the shell that is not set; it would write here
         parser.error("--folder is empty; name a folder")
+    from leank.mask import ChannelMask  # seconds
+
     with ending("leank_train share"):
         mask = ChannelMask.load(given.mask)
         if given.folder is None:

@@ -4,12 +4,15 @@ import argparse
 import importlib
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import takewhile
 
 import pytest
 from hydra import compose, initialize_config_module
 
+from tests import ROOT
 from tests.helpers.pages import PAGES
 
 OF_PROGRAMS = ("leank.eval.papers", "leank.data_gen", "scripts.")
@@ -99,3 +102,20 @@ def test_settings_are_those_of_the_configuration(module, given):
     overrides = [member(word) for word in given if word != "-m"]
     with initialize_config_module(f"conf.{CONFIGS[module]}", version_base="1.3"):
         assert compose(CONFIGS[module], overrides)
+
+
+HELPFUL = (
+    "leank_train", "leank_train doctor", "leank_train share", "leank.eval", "leank.eval report", "leank.eval diff",
+    "leank.eval.papers", "leank.eval.lm_eval", "leank.eval.serving.serve", "leank.data_gen",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("command", HELPFUL)
+def test_help_imports_nothing_that_takes_seconds(command):
+    """PyTorch alone takes 1.5 s of CPU time, transformers' models three more."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", *command.split(), "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert not re.search(r"\| +(torch|transformers|lightning|pandas)$", done.stderr, re.MULTILINE)

@@ -9,9 +9,29 @@ of it, and how transformers calls it). `storage` keeps the tokens: `store` is on
 `memory` counts bytes.
 """
 
-from leank.eval.cache.cache import CompressedCache, compressed_cache
-from leank.eval.cache.layer import CompressedLayer
-from leank.eval.cache.memory import bytes_per_row, max_batch
-from leank.eval.cache.storage.sizes import Sizes
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from leank.eval.cache.cache import CompressedCache, compressed_cache
+    from leank.eval.cache.layer import CompressedLayer
+    from leank.eval.cache.memory import bytes_per_row, max_batch
+    from leank.eval.cache.storage.sizes import Sizes
 
 __all__ = ["CompressedCache", "CompressedLayer", "Sizes", "bytes_per_row", "compressed_cache", "max_batch"]
+
+HOMES = {
+    "CompressedCache": "cache",
+    "compressed_cache": "cache",
+    "CompressedLayer": "layer",
+    "bytes_per_row": "memory",
+    "max_batch": "memory",
+    "Sizes": "storage.sizes",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of `__all__` when it is asked for: what reads sizes alone needs no transformers."""
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)

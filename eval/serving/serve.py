@@ -14,12 +14,13 @@ import os
 import signal
 import sys
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from leank.cli import ending
-from leank.eval.serving.guard import CURE, WORKER, Report, refuse_dense
-from leank.eval.serving.plugin import BACKEND
-from leank.eval.serving.settings import NAMES, ServerSettings, check_version
+
+if TYPE_CHECKING:
+    from leank.eval.serving.guard import Report
+    from leank.eval.serving.settings import ServerSettings
 
 
 def main() -> None:
@@ -35,6 +36,8 @@ def main() -> None:
     with ending("leank-serve", lambda: "no request is kept"):
         if find_spec("vllm") is None:
             raise ValueError("vLLM is not installed here; docs/use/serving.md says how")
+        from leank.eval.serving.settings import NAMES, ServerSettings, check_version  # seconds
+
         check_version()
         own = {name: value for name in NAMES if (value := getattr(given, name)) is not None}
         settings = ServerSettings.find({"leank": own})
@@ -56,6 +59,8 @@ def serve(options: list[str], settings: ServerSettings) -> None:
     import uvloop
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from leank.eval.serving.guard import WORKER
 
     try:
         from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -89,6 +94,9 @@ def refuse_unregistered() -> None:
     from vllm.plugins import load_general_plugins
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+    from leank.eval.serving.guard import CURE
+    from leank.eval.serving.plugin import BACKEND
+
     load_general_plugins()
     custom = AttentionBackendEnum.CUSTOM
     if not custom.is_overridden() or custom.get_path() != BACKEND:
@@ -98,6 +106,8 @@ def refuse_unregistered() -> None:
 async def _serve(args: argparse.Namespace, settings: ServerSettings) -> None:
     from vllm.entrypoints.launchers.api_server.entry import build_and_serve, build_async_engine_client
     from vllm.entrypoints.launchers.launcher import setup_server
+
+    from leank.eval.serving.guard import refuse_dense
 
     signal.signal(signal.SIGTERM, _interrupt)  # until vLLM's server has handlers of its own
     address, socket = setup_server(args, reuse_port=False)

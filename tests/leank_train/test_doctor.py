@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from leank.backbone import load_config
 from leank.eval.cache import compressed_cache
 from leank.typed import BadConfig
-from leank_train import doctor
+from leank_train import consult, doctor
 from leank_train.__main__ import fitted
 from leank_train.settings import check, fingerprint
 from tests.helpers.composed import evaluation, training
@@ -116,7 +116,7 @@ def test_a_mistake_is_one_line(capsys, monkeypatch):
         (["reference", "--batch", "8", "x"], 2, r"argument --batch: x is no number of 1 to \d+; give one"),
     ):
         with pytest.raises(SystemExit) as error:
-            doctor.main(given)
+            consult.main(given)
         assert error.value.code == status
         assert re.search(line, capsys.readouterr().err)
 

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from leank.eval.cache import compressed_cache
 from leank.eval.cache.hook import ATTENTION
-from leank.eval.lm_eval import LENGTHS, CompressedLM
+from leank.eval.lm_eval.model import LENGTHS, CompressedLM
 from leank.mask import ChannelMask
 from tests.helpers.text_tokenizers import tokenizer
 

@@ -1,35 +1,21 @@
-"""lm-evaluation-harness on a model with a compressed cache; it needs `pip install -e '.[lm_eval]'`.
+"""A model with a compressed cache as lm-evaluation-harness sees it."""
 
-    python -m leank.eval.lm_eval --tasks hellaswag --model_args method=leank,mask=PATH,model.name=/path/to/model
-
-This is lm_eval's own command line, with all of its options; the model "leank" is registered and chosen. --model_args
-are settings of conf/eval/eval.yaml (model, model.name, cache.sink, prefill_chunk, ...); method is one name.
-"""
-
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from leank.cli import ending
 from leank.eval.benchmarks.base import Row, cut_at_stop
 from leank.eval.inference.models import load_model
 from leank.eval.inference.prefill import extend
 from leank.eval.inference.prompts import Prompt
 from leank.eval.run.build import build_methods, build_model, composed, warn_of_spans
 from leank.eval.run.replay import Compression, Replay, Warnings
-from leank.launch import launch
-
-try:
-    from lm_eval.api.instance import Instance
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.api.registry import register_model
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-except ModuleNotFoundError as error:
-    refusal = SystemExit if __name__ == "__main__" else ModuleNotFoundError
-    raise refusal(f"{error}; pip install -e '.[lm_eval]' for tasks of lm-evaluation-harness") from None
 
 Scored = tuple[float, bool]
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given counts
@@ -218,12 +204,3 @@ class CompressedLM(TemplateLM):
             totals.append(sum(score for score, _ in self._loglikelihood_tokens(pieces)))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, totals[-1])
         return totals
-
-
-if __name__ == "__main__":
-    from lm_eval.__main__ import cli_evaluate
-
-    if "--tasks" in sys.argv and "--model" not in sys.argv:
-        sys.argv += ["--model", "leank"]
-    with ending("lm_eval"):
-        launch(cli_evaluate, "lm_eval")
