@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -109,12 +110,37 @@ def _loading(name: str) -> Iterator[None]:
         ) from error
 
 
+def _refuse_other_files(name: str) -> None:
+    """Raise BadConfig, saying how to make a model of it, for a path that is there or is none of the hub's names."""
+    path = Path(name).expanduser()
+    said, given = f"model.name={name!r}", str(path)
+    ggufs = [path] if path.suffix == ".gguf" and path.is_file() else sorted(path.glob("*.gguf"))
+    if (path / "config.json").is_file() or not (path.exists() or ggufs):
+        if not path.exists() and (name[:1] in ("/", ".", "~") or name.count("/") > 1 or path.suffix == ".gguf"):
+            raise BadConfig(f"{said}: there is no such file or folder; give a folder with config.json, or org/name")
+        return
+    if ggufs:
+        where = f"from_pretrained({str(ggufs[0].parent)!r}, gguf_file={ggufs[0].name!r}).save_pretrained('converted')"
+        raise BadConfig(
+            f"{said} is a GGUF file; convert it with transformers (pip install gguf accelerate): "
+            f"AutoModelForCausalLM.{where}; AutoTokenizer.{where}"
+        )
+    if (path / "adapter_config.json").is_file():
+        raise BadConfig(
+            f"{said} is an adapter and no model; merge it: peft.AutoPeftModelForCausalLM.from_pretrained({given!r})"
+            ".merge_and_unload().save_pretrained('merged'), and save the base model's tokenizer there"
+        )
+    what = "is a file" if path.is_file() else "has no config.json"
+    raise BadConfig(f"{said} {what}; give a folder with config.json, *.safetensors and the tokenizer files")
+
+
 def load_config(name: str, overrides: Mapping[str, object] | None = None) -> PreTrainedConfig:
     """Load the model's config, without weights; name, overrides: see `ModelConfig`.
 
-    Raises FileNotFoundError without one, ValueError for a damaged one or a wrong override.
+    Raises FileNotFoundError without one, ValueError for a damaged one, a file that is none, or a wrong override.
     """
     folder = resolve(name)
+    _refuse_other_files(folder)
     with _loading(name):
         config = AutoConfig.from_pretrained(folder)
         refuse_unknown(overrides or {}, [*config.to_dict(), *config.attribute_map], "model.overrides.")
@@ -179,8 +205,28 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def torch_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Return the type of weights that one of `DTYPES` means on a device."""
+    """Return the type of weights that one of `DTYPES` means on a device. Raises BadConfig for another."""
+    if dtype not in DTYPES:
+        raise BadConfig(f"dtype={shown(dtype)} is unknown; choose from {', '.join(DTYPES)}")
     return getattr(torch, ("bfloat16" if device.type == "cuda" else "float32") if dtype == "auto" else dtype)
+
+
+def usable_device(device: str | torch.device, setting: str = "device") -> torch.device:
+    """Return a device that holds tensors here. Raises BadConfig, with the name of the setting, for another."""
+    try:
+        found = torch.device(device)
+        if found.type == "cuda":  # asked without making a context there, so that processes can still be forked
+            there = (found.index or 0) < torch.cuda.device_count()
+        else:
+            there = not torch.empty(1, device=found).is_meta  # tensors on meta hold no numbers
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError):
+        there = False
+    if not there:
+        raise BadConfig(
+            f"{setting}={shown(str(device))} is no device of this machine, which has {torch.cuda.device_count()} of "
+            "CUDA; give cpu, cuda or cuda:1"
+        )
+    return found
 
 
 def load(
@@ -192,10 +238,10 @@ def load(
 ) -> Backbone:
     """Load and freeze a decoder; name, dtype, chat, overrides: see `ModelConfig`.
 
-    Raises FileNotFoundError if weights or tokenizer are missing, ValueError for a model that cannot be pruned, or whose
-    files do not hold every weight.
+    device: where the weights go. Raises FileNotFoundError if weights or tokenizer are missing, ValueError for a device
+    that is not here, for a model that cannot be pruned, or whose files do not hold every weight.
     """
-    device = torch.device(device)
+    device = usable_device(device)
     kind = torch_dtype(dtype, device)
     config = load_config(name, overrides)
     tokenizer = load_tokenizer(name)

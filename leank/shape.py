@@ -113,6 +113,22 @@ def sliding_window(config: PreTrainedConfig) -> int | None:
     return getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
 
 
+def scaled_positions(config: PreTrainedConfig) -> int | None:
+    """Return how many positions a decoder has with the scaling of its RoPE; None if its config says nothing.
+
+    Some configs that YaRN extends still have max_position_embeddings of the model before.
+    """
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    if limit is None:
+        return None
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes, *(one for one in ropes.values() if isinstance(one, dict))]:  # some have one for each layer type
+        before, factor = rope.get("original_max_position_embeddings") or limit, rope.get("factor")
+        if isinstance(factor, int | float) and rope.get("rope_type", "default") != "default":
+            limit = max(limit, int(before * factor))
+    return limit
+
+
 def architecture(config: PreTrainedConfig) -> str:
     """Return twelve hexadecimal digits of an architecture, which a fine-tuned model shares with its base."""
     found = {name: getattr(config, name, None) for name in IN_ARCHITECTURE}

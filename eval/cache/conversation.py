@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from leank.data_gen.amount import amount
 from leank.eval.cache.fingerprint import model_digest, stamp, tuners
 from leank.eval.cache.storage.upload import capturing
+from leank.shape import scaled_positions
 from leank.versions import CHECKPOINTING_KEEPS_CACHE, CHUNKS_GO_ON
 
 ANEW = "call cache.reset() first"
@@ -220,6 +221,15 @@ def _before_pass(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     ids = kwargs.get("input_ids", args[0] if args else None)
     if ids is not None and capturing(ids):  # the ids of a captured step are a buffer; `fill` takes in what it reads
         return
+    coming = kwargs.get("inputs_embeds") if ids is None else ids
+    limit = scaled_positions(decoder.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
+    # a reply may go on past them, of which transformers warns
+    if limit is not None and coming is not None and coming.shape[1] > 1 and cache.held + coming.shape[1] > limit:
+        said = f"{amount(coming.shape[1], 'token')}" + (f" after the {cache.held} that are held" if cache.held else "")
+        raise ValueError(
+            f"{said}: more than the model's max_position_embeddings={limit}; shorten the prompt, or extend the model's "
+            "RoPE (rope_parameters) before it is loaded"
+        )
     cache.conversation.read(decoder, cache.held, ids)
 
 

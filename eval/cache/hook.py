@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils import logging
 
+from leank.data_gen.amount import amount
 from leank.eval.cache.attention import dense
 from leank.eval.cache.attention.softmax import Softmax, written_out
 
@@ -53,6 +54,11 @@ def attention(
                 "leave use_cache on, and call cache.reset() before another conversation"
             )
         return key.attend(query, attention_mask, scaling, softmax).contiguous(), None  # some models take a view of it
+    if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[-1] not in (1, key.shape[2]):
+        raise ValueError(
+            f"a 4-D attention_mask of {amount(attention_mask.shape[-1], 'column')} came to a layer that holds "
+            f"{amount(key.shape[2], 'key')} (sliding window): give a 2-D padding mask"
+        )
     causal = getattr(module, "is_causal", True)
     if causal and not dropout and (attention_mask is None or attention_mask.ndim == 2):
         real = None if attention_mask is None else attention_mask[:, : key.shape[2]].bool()

@@ -11,7 +11,6 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 from leank import backbone
 from leank.files import folder_digest
 from leank.shipped import NAMED
-from leank.typed import shown
 
 
 @dataclass(frozen=True)
@@ -29,20 +28,7 @@ class ModelConfig(backbone.ModelConfig):
     def torch_device(self) -> torch.device:
         """The device to run on. Raises ValueError if the setting names none."""
         automatic = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            found = torch.device(automatic if self.device == "auto" else self.device)
-            if found.type == "cuda":  # asked without making a context there, so that processes can still be forked
-                there = (found.index or 0) < torch.cuda.device_count()
-            else:
-                there = not torch.empty(1, device=found).is_meta  # tensors on meta hold no numbers
-        except (RuntimeError, AssertionError, NotImplementedError, ImportError):
-            there = False
-        if not there:
-            raise ValueError(
-                f"model.device={shown(self.device)} is no device of this machine, which has "
-                f"{torch.cuda.device_count()} of CUDA; give auto, cpu, cuda or cuda:1"
-            )
-        return found
+        return backbone.usable_device(automatic if self.device == "auto" else self.device, "model.device")
 
     @property
     def torch_dtype(self) -> torch.dtype:

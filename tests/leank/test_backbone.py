@@ -22,7 +22,7 @@ from leank.data_gen.tasks import Mixture
 from leank.eval.benchmarks.base import Row
 from leank.eval.inference.prompts import encode
 from leank.mask import ChannelMask
-from leank.shape import kv_shape
+from leank.shape import kv_shape, scaled_positions
 from leank.typed import BadConfig
 from tests.helpers.text_tokenizers import KINDS, tokenizer
 from tests.helpers.tiny_run import save_model
@@ -104,6 +104,61 @@ def test_a_damaged_folder_is_refused_in_one_line(model_folder, tmp_path, file, c
     with pytest.raises(ValueError, match=message) as error:
         backbone.load(str(tmp_path))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/no/such", "there is no such file or folder"),
+        ("./no", "there is no such file or folder"),
+        ("a/b/c", "there is no such file or folder"),
+        ("none.gguf", "there is no such file or folder"),
+        ("one.gguf", r"is a GGUF file; convert it .*from_pretrained\('\.', gguf_file='one\.gguf'\)\.save_pretrained"),
+        ("ggufs", r"is a GGUF file; convert it .*from_pretrained\('ggufs', gguf_file='two\.gguf'\)"),
+        ("lora", r"is an adapter and no model; merge it: .*from_pretrained\('lora'\)\.merge_and_unload"),
+        ("empty", "has no config.json; give a folder with config.json"),
+        ("text", "is a file; give a folder with config.json"),
+    ],
+)
+def test_what_is_no_folder_of_a_model_is_told_with_the_cure(tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("ggufs", "lora", "empty"):
+        (tmp_path / folder).mkdir()
+    for file in ("one.gguf", "ggufs/two.gguf", "lora/adapter_config.json", "text"):
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(BadConfig, match=message) as error:
+        backbone.load_config(name)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dtype": "fp16"}, "dtype='fp16' is unknown; choose from auto, float32"),
+        ({"dtype": torch.float16}, "dtype=torch.float16 is unknown"),
+        ({"device": "cuda:99"}, "device='cuda:99' is no device of this machine"),
+        ({"device": "gpu"}, "device='gpu' is no device of this machine"),
+    ],
+)
+def test_a_type_and_a_device_that_are_not_there_are_named(given, message):
+    with pytest.raises(BadConfig, match=message):
+        backbone.load("reference", **given)
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        (None, 2048),
+        ({"rope_type": "default"}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 128}, 2048),
+        ({"full_attention": {"rope_type": "linear", "factor": 2.0}, "sliding_attention": {}}, 4096),
+    ],
+)
+def test_positions_count_the_scaling_of_rope(rope, limit):
+    config = SimpleNamespace(max_position_embeddings=2048, rope_parameters=rope)
+    assert scaled_positions(config) == limit
+    assert scaled_positions(SimpleNamespace()) is None
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from leank.eval.cache.storage.store import Store
 from leank.mask import ChannelMask
 from leank.versions import CACHE
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, random_keep, run, tiny_model
+from tests.helpers.families import build
 from tests.helpers.refusals import one_line
 
 SIZES = (2, 6, 3)  # sink, window, flush
@@ -460,6 +461,39 @@ def test_calls_that_come_at_the_wrong_time_are_refused():
         feed(model, cache, ids)
     with pytest.raises(ValueError, match="2-D padding mask"):
         cache.compressed[0].attend(torch.zeros(1, 4, 1, DIM), torch.zeros(1, 1, 1, 1))
+
+
+def test_a_prompt_beyond_the_positions_is_refused_and_a_reply_is_not():
+    model = tiny_model("llama", max_position_embeddings=32)
+    ids, cache = left_padded([40], 12)[0], new_cache(tiny_model("llama", max_position_embeddings=32), random_keep(12))
+    said = "40 tokens: more than the model's max_position_embeddings=32; shorten the prompt"
+    for call in (
+        lambda: cache.generate(model, ids, max_new_tokens=2),
+        lambda: model.generate(ids, past_key_values=cache, max_new_tokens=2),
+        lambda: model(ids, past_key_values=cache),
+        lambda: model(inputs_embeds=model.get_input_embeddings()(ids), past_key_values=cache),
+    ):
+        with pytest.raises(ValueError, match=said) as error:
+            call()
+        assert one_line(error)
+        assert cache.held == 0
+    assert cache.generate(model, ids[:, :31], max_new_tokens=4, **GREEDY).shape == (1, 35)
+    with pytest.raises(ValueError, match="2 tokens after the 34 that are held: more than the model's max_position"):
+        model(ids[:, :2], past_key_values=cache)
+
+
+@pytest.mark.filterwarnings("ignore:no layer of mistral")
+@pytest.mark.filterwarnings("ignore:a pass of")
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss", "qwen2_sliding"])
+def test_a_later_mask_of_four_dimensions_is_one_line(family):
+    model = tiny_model(family, sliding_window=64) if family == "mistral" else build(family)
+    ids = left_padded([80], 12)[0] % 61
+    cache = new_cache(model)
+    model(ids, past_key_values=cache)
+    mask = torch.zeros(1, 1, 2, 82)
+    with pytest.raises(ValueError, match="2-D padding mask") as error:
+        model(ids[:, :2], attention_mask=mask, past_key_values=cache)
+    assert one_line(error)
 
 
 def test_sink_and_window_are_those_that_the_mask_was_trained_with(tmp_path):
