@@ -111,13 +111,19 @@ def _loading(name: str) -> Iterator[None]:
 
 
 def _refuse_other_files(name: str) -> None:
-    """Raise BadConfig, saying how to make a model of it, for a path that is there or is none of the hub's names."""
+    """Raise BadConfig, saying how to make a model of it, for a path without config.json.
+
+    Raises FileNotFoundError for one that is not there and cannot be a name of the hub.
+    """
     path = Path(name).expanduser()
     said, given = f"model.name={name!r}", str(path)
     ggufs = [path] if path.suffix == ".gguf" and path.is_file() else sorted(path.glob("*.gguf"))
     if (path / "config.json").is_file() or not (path.exists() or ggufs):
         if not path.exists() and (name[:1] in ("/", ".", "~") or name.count("/") > 1 or path.suffix == ".gguf"):
-            raise BadConfig(f"{said}: there is no such file or folder; give a folder with config.json, or org/name")
+            raise FileNotFoundError(
+                f"{said}: there is no such file or folder; give a folder with config.json, *.safetensors and the "
+                "tokenizer files, or org/name"
+            )
         return
     if ggufs:
         where = f"from_pretrained({str(ggufs[0].parent)!r}, gguf_file={ggufs[0].name!r}).save_pretrained('converted')"
@@ -244,8 +250,31 @@ def load(
     device = usable_device(device)
     kind = torch_dtype(dtype, device)
     config = load_config(name, overrides)
-    tokenizer = load_tokenizer(name)
-    model = _weights(name, config, kind)
+    tokenizer = load_tokenizer(name)  # before the weights, which take longer
+    found = _with_tokenizer(_weights(name, config, kind), tokenizer, name, chat)
+    found.model.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to without its types
+    found.model.eval().requires_grad_(False)
+    return found
+
+
+def outline(name: str, chat: bool | None = None, overrides: Mapping[str, object] | None = None) -> Backbone:
+    """Return what `load` does without weights: on the meta device, for checks. Raises what `load` raises."""
+    return _with_tokenizer(without_weights(name, load_config(name, overrides)), load_tokenizer(name), name, chat)
+
+
+def without_weights(name: str, config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a model on the meta device. Raises ValueError for a config that no decoder of transformers takes."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # of a class of transformers, which may do anything with a value
+        said = f"model.name={name!r} has a config that no decoder of transformers takes ({said_by(error)})"
+        raise ValueError(f"{said}; choose a decoder such as Llama, or copy it again") from error
+
+
+def _with_tokenizer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, chat: bool | None
+) -> Backbone:  # fmt: skip
     known, rows = tokenizer.vocab_size, len(model.get_input_embeddings().weight)  # type: ignore[arg-type]  # a tensor
     if known > rows:
         raise ValueError(
@@ -254,8 +283,6 @@ def load(
         )
     with naming(f"model.name={name!r} cannot be used"):
         check_decoder(model)
-    model.to(device)  # type: ignore[arg-type]  # transformers wraps Module.to without its types
-    model.eval().requires_grad_(False)
     wrap = tokenizer.chat_template is not None if chat is None else chat
     before, after = chat_template(tokenizer) if wrap else ("", "")
     return Backbone(model, tokenizer, name, before, after)

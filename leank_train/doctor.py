@@ -3,13 +3,14 @@
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from leank.backbone import load_config, said_by
+from leank.backbone import load_config, without_weights
 from leank.errors import in_one_line
 from leank.eval.cache import compressed_cache
 from leank.eval.cache.attention.backend import why_not_shape
@@ -146,12 +147,7 @@ def commands(name: str, config: PreTrainedConfig) -> list[str]:
 def examine(name: str, lengths: Sequence[int], batches: Sequence[int]) -> str:
     """Return what the doctor says. Raises FileNotFoundError without a config, ValueError for one that is damaged."""
     config = load_config(name)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # of a class of transformers, which may do anything with a value
-        said = f"model.name={name!r} has a config that no decoder of transformers takes ({said_by(error)})"
-        raise ValueError(f"{said}; choose a decoder such as Llama, or copy it again") from error
+    model: Any = without_weights(name, config)  # transformers types its embeddings as modules of any kind
     numbers = sum(p.numel() for p in model.parameters())
     table = model.get_input_embeddings().weight
     tied = model.get_output_embeddings() is None or model.get_output_embeddings().weight is table

@@ -80,10 +80,13 @@ def train(current: Run, signals: Signals) -> Metrics:
     L.seed_everything(config.seed, workers=True, verbose=False)
 
     # 1. the model, and all that can be wrong with it and the data
+    if config.data.prompts is None:  # before weights are loaded
+        check_inputs(config, backbones.outline(config.model.name, config.model.chat, dict(config.model.overrides)))
     backbone = load_backbone(config)
-    current = with_replies(current, backbone)
-    config = current.config
-    check_inputs(config, backbone)
+    if config.data.prompts is not None:  # of which documents are made with the model's replies
+        current = with_replies(current, backbone)
+        config = current.config
+        check_inputs(config, backbone)
     logger = make_logger(config.logger, out)
     if logger:
         logger.log_hyperparams(current.resolved)

@@ -225,7 +225,7 @@ BEFORE_TRAINING = {
     ),
     "missing weights": (
         ["model.name=/nowhere/Llama-8B"],
-        [r"model\.name='/nowhere/Llama-8B' cannot be loaded", r"\*\.safetensors"],
+        [r"model\.name='/nowhere/Llama-8B': there is no such file or folder", r"\*\.safetensors"],
     ),
     "no network": (["model.name=org/Llama-8B"], [r"model\.name='org/Llama-8B'", "or log in to the hub"]),
     "missing essays": (["data.essays=/nowhere.txt"], [r"essays='/nowhere\.txt' does not exist", "give a .txt"]),
@@ -274,6 +274,7 @@ BEFORE_TRAINING = {
 @pytest.mark.parametrize("case", BEFORE_TRAINING)
 def test_before_training(model_folder, tmp_path, no_step, case, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("leank.backbone._weights", lambda *given: pytest.fail("weights are loaded"))
     changed, parts = BEFORE_TRAINING[case]
     says(lambda: run(settings(model_folder, *changed), tmp_path / "run"), *parts)
     assert not (tmp_path / "run/checkpoints").exists()

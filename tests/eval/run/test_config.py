@@ -113,7 +113,7 @@ def test_every_experiment_composes(name):
             ["method=[pca]", "+method.pca.bits.length=9999"],
             "pca.bits.length=9999 is more than the model's max_position",
         ),
-        (["method=[dense]", "model.name=no/such/folder"], "model.name=.no/such/folder. cannot be loaded"),
+        (["method=[dense]", "model.name=no/such/folder"], "model.name=.no/such/folder.: there is no such file"),
         (["method=[dense]", "model.chat=true"], "no chat template"),
         (["method=[]"], "method is empty"),
         (["method=[snapkv]", "method.snapkv.tokens=h2o"], "method.snapkv.tokens='h2o' is no choice; give {name: h2o}"),
