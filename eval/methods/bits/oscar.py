@@ -110,6 +110,10 @@ class Turned(Even):
     mean: Tensor | None = None
     holds = "vectors in another basis"
 
+    # Heads whose codecs are equal are read together; `Even` would compare the bits alone.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
     def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
         """Codes, uint8 [..., D], and scale and least number, [..., 2]. Raises ValueError for pruned channels."""
         dim, y = x.shape[-1], x.to(wide(x))

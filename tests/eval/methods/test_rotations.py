@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leank.eval.cache.storage.channels import KeptChannels
+from leank.eval.cache.storage.codecs import OfHeads
 from leank.eval.cache.storage.segment import PAGE
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import prefill
@@ -159,17 +160,32 @@ def test_oscar_turns_to_what_queries_and_values_weigh():
                 )
 
 
-@settings(max_examples=15)
+BASES = [hadamard(16), torch.eye(16, dtype=torch.float64)]
+OWN = OfHeads(
+    tuple((Turned(2, basis, 0.9, mean), Turned(2, basis)) for mean in (None, torch.ones(16)) for basis in BASES)
+)
+
+
+@settings(max_examples=20)
 @given(
     st.sampled_from(
-        [ShortGrid(16), ShortGrid(4, False), Blocks(), Turned(2, hadamard(16), 0.9), Turned(3, hadamard(16))]
+        [ShortGrid(16), ShortGrid(4, False), Blocks(), Turned(2, hadamard(16), 0.9), Turned(3, hadamard(16)), OWN]
     ),
     st.lists(st.integers(0, 70), min_size=1, max_size=3), LAST, SEEDS,
 )  # fmt: skip
 def test_a_segment_holds_what_a_vector_alone_is_stored_as(codec, appends, last, seed):
     def rounded(head, k, v):
-        return tuple(codec.decode(*codec.encode(x[None], keys), keys)[0] for x, keys in ((k, True), (v, False)))
+        one = codec.heads[head] if codec is OWN else (codec, codec)
+        return tuple(
+            c.decode(*c.encode(x[None], keys), keys)[0] for c, x, keys in zip(one, (k, v), (True, False), strict=True)
+        )
 
-    check_segment(
-        codec, KeptChannels.of(None, torch.empty(2, 3, 0, 16)), 16, appends, last, seed, rounded, rtol=1e-5, atol=1e-5
-    )
+    channels = KeptChannels.of(None, torch.empty(2, 3, 0, 16))
+    segment, tokens = check_segment(codec, channels, 16, appends, last, seed, rounded, rtol=1e-5, atol=1e-5)
+    if codec is OWN and (tokens > 0).all():  # heads that are read together are those of equal codecs
+        hidden = torch.arange(segment.capacity.max())[None] >= torch.tensor(segment.length.reshape(-1, 1))
+        values, keys = segment.padded_values(hidden), segment.padded_keys(hidden)
+        for at, (row, head) in enumerate(np.ndindex(2, 3)):
+            k, v = segment.read(row, head)
+            torch.testing.assert_close(keys[at][:, : len(k)].mT, k, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(values[at][: len(v)], v, rtol=1e-5, atol=1e-5)
