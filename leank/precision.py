@@ -10,13 +10,19 @@ a GPU reads whole words.
 """
 
 import math
+from collections.abc import Sequence
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
+
+Numbers = TypeVar("Numbers", int, np.ndarray, Tensor)
 
 KEY_BITS = (0, 2, 3, 4, 8, 16)  # 0 = pruned
 VALUE_BITS = (2, 3, 4, 8, 16)
 WHOLE = 16  # bits of a number in the model's dtype, whatever that is
+PAGE = 64  # tokens of a page of the middle
 GROUP = 64  # numbers that share a scale and a zero point: tokens of a channel of K, channels of a token of V
 ROOM = 16  # a band has room for a multiple of so many channels of K
 
@@ -53,18 +59,9 @@ class Precision:
 
     def token_bytes(self, itemsize: int = 2) -> tuple[Tensor, Tensor]:
         """Bytes of a middle token's K and V in every head, scales and room counted, float64 [L, H] each."""
-        scales = 2 * itemsize / GROUP
-
-        def room(at_least: int, below: int = WHOLE + 1) -> Tensor:
-            chosen = (self.key_bits >= at_least) & (self.key_bits < below)
-            return (-(-chosen.sum(-1) // ROOM) * ROOM).double()
-
-        k = room(WHOLE) * itemsize + room(8, WHOLE) * (1 + scales) + room(4, 8) * (4 / 8 + scales)
-        k += room(2, 4) * (2 / 8 + scales) + room(3, 4) / 8
-        dim = self.key_bits.shape[-1]
-        packed = dim * self.value_bits.double() / 8 + 2 * itemsize * dim / value_group(dim)
-        v = torch.where(self.value_bits == WHOLE, float(dim * itemsize), packed)
-        return k, v * self.keep.any(-1)
+        k = key_bytes(counts(self.key_bits).unbind(-1), itemsize)
+        v = value_bytes(self.value_bits.long(), self.key_bits.shape[-1], itemsize) * self.keep.any(-1)
+        return k.double() / PAGE, v.double() / PAGE
 
     @property
     def middle_bytes(self) -> float:
@@ -75,3 +72,36 @@ class Precision:
 def value_group(head_dim: int) -> int:
     """Channels of V that share a scale: GROUP, or as many as divide head_dim and GROUP."""
     return math.gcd(head_dim, GROUP)
+
+
+def counts(key_bits: Tensor) -> Tensor:
+    """Channels in 16, in 8 and in 4 bits, narrow ones (3 and 2), and those of them with 3 bits, int64 [..., 5].
+
+    key_bits: [..., D]
+    """
+    widths = (16,), (8,), (4,), (2, 3), (3,)
+    return torch.stack([torch.isin(key_bits, torch.tensor(own).to(key_bits)).sum(-1) for own in widths], -1)
+
+
+# The bytes of a page, PAGE tokens of one head: all other formulas and the kernels' constants are made of these.
+
+
+def key_bytes(channels: Sequence[Numbers], itemsize: int = 2, group: int = GROUP) -> Numbers:
+    """Bytes of a page of K; channels: five numbers, arrays or tensors, as `counts` has them."""
+    whole, eight, four, narrow, third = (-(-n // ROOM) * ROOM for n in channels)
+    scales = PAGE // group * 2 * itemsize
+    coded = eight * (PAGE + scales) + four * (PAGE // 2 + scales) + narrow * (PAGE // 4 + scales)
+    return whole * (PAGE * itemsize) + coded + third * (PAGE // 8)
+
+
+def value_bytes(bits: Numbers, head_dim: int, itemsize: int = 2, group: int | None = None) -> Numbers:
+    """Bytes of a page of V in so many bits, a number, array or tensor; group: None = that of `value_group`."""
+    scales = head_dim // (group or value_group(head_dim)) * 2 * itemsize
+    coded = PAGE * head_dim * bits // 8 + PAGE * scales
+    return coded + (bits == WHOLE) * (PAGE * head_dim * itemsize - coded)
+
+
+def channel_bytes(bits: int, itemsize: int = 2, group: int = GROUP) -> int:
+    """Bytes that a channel of K in so many bits takes of a page, where no room is spare."""
+    each = [ROOM * (bits == own) for own in (16, 8, 4)]
+    return key_bytes([*each, ROOM * (bits in (2, 3)), ROOM * (bits == 3)], itemsize, group) // ROOM

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from leank.eval.cache.layer import CompressedLayer, StateLayer
+from leank.eval.cache.storage import banded
 from leank.eval.cache.storage.channels import MaskLike, layer_masks
 from leank.eval.cache.storage.codecs import PageCodec, RecordSegment
-from leank.eval.cache.storage.segment import PAGE, round_up
+from leank.eval.cache.storage.segment import PAGE, numbers_held, round_up
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
 from leank.mask import ChannelMask
@@ -132,17 +133,15 @@ def bytes_per_row(
         mask = ChannelMask.load(mask)
     keep, sizes = layer_masks(mask).cpu(), sizes or Sizes()
     layers, heads, dim = keep.shape
-    middle = round_up(max(0, context - sizes.sink - sizes.window), PAGE)
     count = keep.sum(-1).numpy()
+    middle = round_up(max(0, context - sizes.sink - sizes.window), PAGE) * (count > 0)
     ends = 2 * layers * heads * dim * (sizes.sink + sizes.ring) * dtype.itemsize
     if isinstance(mask, ChannelMask) and mask.precision is not None:
         if bits is not None:
             raise ValueError("the mask has bits per channel; leave out bits")
-        return ends + int(middle * sum(x.sum() for x in mask.precision.token_bytes(dtype.itemsize)))
-    if bits is None:
-        return ends + middle * int((count + dim * (count > 0)).sum()) * dtype.itemsize
-    k, v = bits.pages(dim, count, dtype)
-    return ends + middle // PAGE * int(((sum(k) + sum(v)) * (count > 0)).sum())
+        layout = zip(banded.codecs(mask.precision), middle, count, strict=True)
+        return ends + sum(sum(codec.held(tokens[None], own[None], dim, dtype)) for codec, tokens, own in layout)
+    return ends + sum(numbers_held(middle, count, dim, dtype) if bits is None else bits.held(middle, count, dim, dtype))
 
 
 def max_batch(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -41,6 +42,11 @@ class Held:
     v: np.ndarray
     dim: int
     itemsize: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """A type of such numbers."""
+        return {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[self.itemsize]
 
 
 class Axis(Checked):
@@ -167,8 +173,11 @@ class Bits(Axis, ABC):
         """The codec of one layer for these prompts; None stores the numbers in the model's type."""
 
     @abstractmethod
-    def packed(self, held: Held) -> float:
-        """Bytes of the middle's K and V."""
+    def sized(self, index: int, held: Held) -> codecs.Codec | None:
+        """A codec that takes as many bytes as the one of this layer, before any prompt or calibration; None as there.
+
+        held: of all layers
+        """
 
 
 class Reads(Axis, ABC):

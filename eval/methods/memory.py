@@ -13,12 +13,13 @@ from dataclasses import replace
 import numpy as np
 from transformers import PreTrainedConfig
 
-from leank.eval.cache.storage.segment import round_up
+from leank.eval.cache.storage import banded
+from leank.eval.cache.storage.codecs import Codec
+from leank.eval.cache.storage.segment import numbers_held
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.models import windows_of
 from leank.eval.methods.axes import Held
 from leank.eval.methods.base import Method
-from leank.precision import GROUP
 from leank.shape import kv_shape
 
 TOLERANCE = 0.03
@@ -28,16 +29,19 @@ WHOLE = ("budget", "window")  # settings in tokens; all others are shares and ac
 
 def held_bytes(method: Method, held: Held) -> float:
     """Bytes of sink, window and middle, and of what choices hold in addition (bounds of pages, scores of tokens)."""
-    ends = 2 * held.dim * held.itemsize * held.ends.sum()
-    layout = method.layout()
+    layers, layout = range(len(held.middle)), method.layout()
+    codecs: Sequence[Codec | None] = [None] * len(layers)
     if layout is not None:
-        k, v = (x.numpy() for x in layout.token_bytes(held.itemsize))
-        middle = float((round_up(held.middle, GROUP) * k + held.middle * v).sum())
+        codecs = banded.codecs(layout)
     elif method.bits is not None:
-        middle = method.bits.packed(held)
-    else:
-        middle = held.itemsize * (held.middle * (held.k + held.v)).sum()
-    return float(ends + middle + sum(choice.extra_bytes(held) for choice in method.axes.values()))
+        codecs = [method.bits.sized(index, held) for index in layers]
+    total = 2 * held.dim * held.itemsize * held.ends.sum()
+    for codec, tokens, k, v in zip(codecs, held.middle, held.k, held.v, strict=True):
+        if codec is None:
+            total += sum(numbers_held(tokens, k, v, held.dtype))
+        else:
+            total += sum(codec.held(tokens[None], k[None], held.dim, held.dtype))
+    return float(total + sum(choice.extra_bytes(held) for choice in method.axes.values()))
 
 
 def method_bytes(method: Method, config: PreTrainedConfig, length: int, itemsize: int) -> float | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from leank.eval.cache.attention.softmax import Softmax
+from leank.eval.cache.storage.quantised import quantise, restore
 from leank.precision import GROUP, KEY_BITS, VALUE_BITS, WHOLE, Precision, value_group
 from leank_train.forward.branching import Branch, Prefix, ScaledPass, answer_positions
 from leank_train.forward.fused import fused_attention
@@ -28,6 +29,7 @@ from leank_train.forward.hook import run_decoder
 from leank_train.forward.plan import Plan, to_device
 
 LEAST = VALUE_BITS[0]  # the smallest width that is stored
+MOST_CODED = VALUE_BITS[-2]  # the largest width that has codes
 CLOSED = 1e-3  # of the middle's weight: what a head with a share of 0 still sees in training
 SPARE = 8  # channels beside a head's own, of which one has the logarithm of the middle's weight; 8 keep lines aligned
 NO_FLASH = 2**62  # keys; the flash kernel takes no more channels in K than in V
@@ -43,13 +45,8 @@ def rounded(x: Tensor, bits: Tensor, group: int) -> Tensor:
     length = x.shape[-2]
     short = -length % group
     cells = torch.cat([x, x[..., -1:, :].expand(*x.shape[:-2], short, -1)], -2) if short else x
-    cells = cells.unflatten(-2, (-1, group))
-    wide = torch.promote_types(x.dtype, torch.float32)
-    low, high = (end.to(wide) for end in torch.aminmax(cells, dim=-2, keepdim=True))
-    top = (2.0 ** bits.to(wide) - 1).unsqueeze(-2)
-    scale = ((high - low) / top).to(x.dtype).to(wide)
-    codes = ((cells.to(wide) - low) / torch.where(scale == 0, 1, scale)).round().minimum(top)
-    found = (codes * scale + low).to(x.dtype).flatten(-3, -2)[..., :length, :]
+    top = (2.0 ** bits.clamp(max=MOST_CODED) - 1).unsqueeze(-2)
+    found = restore(*quantise(cells, group, top), group)[..., :length, :]
     return torch.where(bits == WHOLE, x, found)
 
 

@@ -20,9 +20,8 @@ from torch.cuda import _utils as cuda
 from leank.eval.cache.attention import schedule
 from leank.eval.cache.attention.kernels import HEAD_DIMS
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
-from leank.eval.cache.storage.banded import channel_bytes
 from leank.eval.cache.storage.segment import PAGE, round_up
-from leank.precision import GROUP
+from leank.precision import GROUP, channel_bytes
 
 ROWS = 8  # query rows of a KV head, at most
 WARPS = 8  # of a program

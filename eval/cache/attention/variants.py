@@ -12,8 +12,7 @@ from itertools import combinations
 import numpy as np
 
 from leank.eval.cache.storage.banded import BANDS, Banded, Head
-from leank.eval.cache.storage.segment import PAGE
-from leank.precision import ROOM, WHOLE
+from leank.precision import ROOM, key_bytes, value_bytes
 
 LEAST_LINES = 32  # lines of codes that a product takes, a byte each; a line of the narrow band has four channels
 MOST = 4  # variants where V has not more widths: each takes some ten seconds to compile
@@ -62,9 +61,8 @@ def effort(variant: Variant, head_dim: int) -> int:
 
 def page_bytes(variant: Variant, head_dim: int, itemsize: int) -> int:
     """Bytes of a page of K and V for which a variant has room."""
-    of_channel = (PAGE * itemsize, *(PAGE * bits // 8 + 2 * itemsize for bits in (8, 4, 3)))
-    of_values = PAGE * itemsize if variant[-1] == WHOLE else PAGE * variant[-1] // 8 + 2 * itemsize
-    return sum(n * size for n, size in zip(variant, of_channel, strict=False)) + head_dim * of_values
+    *bands, values = variant
+    return key_bytes([*bands, bands[-1]], itemsize) + value_bytes(values, head_dim, itemsize)
 
 
 def needed(head: Head) -> Variant:

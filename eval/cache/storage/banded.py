@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 from leank.eval.cache.storage.codecs import BandCodec, PageCodec, PageSegment, fold, unfold
 from leank.eval.cache.storage.quantised import K_FOLDS, Packing, quantise, restore
 from leank.eval.cache.storage.segment import PAGE, Count, Extent, round_up
-from leank.precision import GROUP, ROOM, WHOLE, Precision, value_group
+from leank.precision import GROUP, ROOM, WHOLE, Precision, counts, key_bytes, value_bytes, value_group
 
 
 def tokens_in_lines(x: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class Banded(BandCodec):
     @cached_property
     def counts(self) -> np.ndarray:
         """Channels in 16, in 8 and in 4 bits, narrow ones, and those of them with 3 bits, [H, 5]."""
-        return counts(np.array(self.key_bits))
+        return counts(self.order).numpy()
 
     @cached_property
     def heads(self) -> list[Head]:
@@ -205,8 +205,8 @@ class Banded(BandCodec):
         return self._values[head]
 
     def page_bytes(self, head_dim: int, count: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-        k = [sum(sum(codec.pages(head_dim, n, dtype)[0]) for codec, n in bands) for bands in self._bands]
-        v = [sum(codec.pages(head_dim, 0, dtype)[1]) for codec in self._values]
+        k = key_bytes([*self.counts.T], dtype.itemsize)
+        v = value_bytes(np.array(self.value_bits), head_dim, dtype.itemsize)
         return np.broadcast_to(k, count.shape), np.broadcast_to(v, count.shape)
 
     def segment(self, extent: Extent) -> PageSegment:
@@ -214,13 +214,6 @@ class Banded(BandCodec):
         if (extent.channels.count != self.counts[:, :BANDS].sum(-1)).any():
             raise ValueError("a layout of bits says itself which channels are kept; leave out another choice of them")
         return super().segment(extent)
-
-
-def channel_bytes(bits: int, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Bytes of a page of K that a channel of so many bits takes, with its scales, where none is padded."""
-    narrow = Narrow(ROOM, ROOM if bits == 3 else 0)
-    codec = narrow if bits < 4 else _packing(bits, GROUP)
-    return int(sum(codec.pages(0, ROOM, dtype)[0])) // ROOM
 
 
 def check_flush(flush: int) -> None:
@@ -234,11 +227,6 @@ def check_flush(flush: int) -> None:
 
 def _packing(bits: int, group: int) -> PageCodec:
     return WHOLE_BAND if bits == WHOLE else Packing(bits, group)
-
-
-def counts(key_bits: np.ndarray) -> np.ndarray:
-    """Channels in 16, in 8 and in 4 bits, narrow ones, and those of them with 3 bits, [..., 5] of key_bits [..., D]."""
-    return np.stack([np.isin(key_bits, bits).sum(-1) for bits in (16, 8, 4, (2, 3), 3)], -1)
 
 
 def codecs(precision: Precision) -> list[Banded]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from leank.eval.cache.storage.channels import KeptChannels
-from leank.eval.cache.storage.segment import PAGE, Count, Extent, Segment, kept_of, round_up
+from leank.eval.cache.storage.segment import PAGE, Count, Extent, Segment, kept_of, numbers_held, round_up
 from leank.eval.cache.storage.upload import upload
 
 Folds = tuple[tuple[int, int], ...]  # (axis, shift): of this axis, the second half lies `shift` bits above the first
@@ -70,6 +70,13 @@ class Codec(ABC):
     def segment(self, extent: Extent) -> Segment:
         """An empty segment of this form."""
 
+    @abstractmethod
+    def held(self, tokens: np.ndarray, channels: np.ndarray, head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Bytes of K and of V of so many tokens, in heads that keep so many channels of K, both [B, H].
+
+        What a segment counts, what a method's formula counts before it runs, and what a planner counts on are this.
+        """
+
 
 # Codes of K and V in pages
 
@@ -93,6 +100,11 @@ class BandCodec(Codec):
 
     def segment(self, extent: Extent) -> PageSegment:
         return PageSegment(extent, self)
+
+    def held(self, tokens: np.ndarray, channels: np.ndarray, head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
+        """See `Codec.held`; a short group of K counts as a whole one."""
+        k, v = self.page_bytes(head_dim, channels, dtype)
+        return int((round_up(tokens, self.group) * k).sum()) // PAGE, int((tokens * v).sum()) // PAGE
 
 
 class PageCodec(BandCodec):
@@ -335,10 +347,7 @@ class PageSegment(Segment):
             yield upload(found, flat.device), self._in_pages(pages, first % heads, int(count[first]), keys)
 
     def held(self) -> tuple[int, int]:
-        """Bytes of K and of V of the tokens held; a short group counts as a whole one."""
-        k, v = self.page_bytes()
-        tokens = round_up(self.length, self.codec.group)
-        return int((tokens * k).sum()) // PAGE, int((self.length * v).sum()) // PAGE
+        return self.codec.held(self.length, self.channels.count, self.head_dim, self.dtype)
 
 
 # Keys as records
@@ -353,6 +362,9 @@ class RecordCodec(Codec):
     @abstractmethod
     def width(self) -> int:
         """Numbers in a record, fewer than head_dim."""
+
+    def held(self, tokens: np.ndarray, channels: np.ndarray, head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
+        return numbers_held(tokens, self.width, head_dim, dtype)
 
     @abstractmethod
     def encode(self, keys: Tensor, rows: np.ndarray) -> Tensor:

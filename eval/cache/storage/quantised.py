@@ -44,17 +44,34 @@ def quantise(x: Tensor, group: int, top: int | Tensor) -> tuple[Tensor, Tensor]:
     code = round((x - zero) / scale), with zero = min and scale = (max - min) / top. The scale of a cell of equal
     numbers is 0.
 
-    top: the largest code, 2^bits - 1, of all or of each of the N
+    top: the largest code, 2^bits - 1, of all or of each of the N, [N] or [..., 1, 1, N]
     """
-    x = x.unflatten(-2, (-1, group))
-    low, high = torch.aminmax(x, dim=-2, keepdim=True)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    # CUDA divides by a Python number inexactly
-    of_top = top.to(wide) if isinstance(top, Tensor) else low.new_full((), top, dtype=wide)
-    scale = ((high.to(wide) - low.to(wide)) / of_top).to(x.dtype)
-    step = torch.where(scale == 0, 1, scale).to(wide)
-    codes = torch.minimum(((x.to(wide) - low.to(wide)) / step).round(), of_top).to(torch.uint8)
-    return codes.flatten(-3, -2), torch.stack([scale.squeeze(-2), low.squeeze(-2)], -1)
+    scales = grid(x, group, top)
+    return coded(x, scales, group, top), scales
+
+
+def grid(x: Tensor, group: int, top: int | Tensor) -> Tensor:
+    """The scales and zero points [..., A / group, N, 2] of `quantise`."""
+    low, high = torch.aminmax(x.unflatten(-2, (-1, group)), dim=-2, keepdim=True)
+    scale = (high.to(_wide(x)) - low.to(_wide(x))) / _top_of(x, top)
+    return torch.stack([scale.to(x.dtype).squeeze(-2), low.squeeze(-2)], -1)
+
+
+def coded(x: Tensor, scales: Tensor, group: int, top: int | Tensor) -> Tensor:
+    """The codes uint8 [..., A, N] of x on the levels of scales and zero points, which others may have rounded."""
+    scale, zero = scales.to(_wide(x)).unsqueeze(-3).unbind(-1)
+    steps = (x.to(_wide(x)).unflatten(-2, (-1, group)) - zero) / torch.where(scale == 0, 1, scale)
+    most = _top_of(x, top)
+    return torch.clamp(steps.round(), torch.zeros_like(most), most).to(torch.uint8).flatten(-3, -2)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _top_of(x: Tensor, top: int | Tensor) -> Tensor:
+    """The largest code as a tensor, because CUDA divides by a Python number inexactly."""
+    return top.to(_wide(x)) if isinstance(top, Tensor) else x.new_full((), top, dtype=_wide(x))
 
 
 def restore(codes: Tensor, scales: Tensor, group: int) -> Tensor:

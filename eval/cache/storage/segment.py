@@ -32,8 +32,8 @@ from torch import Tensor
 
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.upload import update, upload
+from leank.precision import PAGE as PAGE
 
-PAGE = 64  # tokens
 COPIED = 1 << 24  # elements copied at once; the limit bounds the temporary tensors of a long prompt
 SCATTERED = 4  # pieces of rows that are not alike from which all are written at once
 
@@ -238,8 +238,7 @@ class Segment:
 
     def held(self) -> tuple[int, int]:
         """Bytes of K and of V of the tokens held; spare room is not counted."""
-        k, v = (int((self.length * channels).sum()) for channels in (self.channels.count, self.width))
-        return k * self.k.element_size(), v * self.v.element_size()
+        return numbers_held(self.length, self.channels.count, self.width, self.dtype)
 
     @torch.no_grad()
     def grown(self, capacity: np.ndarray) -> Segment:
@@ -267,6 +266,13 @@ class Segment:
         """Every tensor held, by name (the channel tables are the store's)."""
         places = {} if self._places is None else {"places": self._places}
         return {"k": self.k, "v": self.v, "length": self.length_dev, **places}
+
+
+def numbers_held(
+    tokens: np.ndarray, channels: np.ndarray | int, width: np.ndarray | int, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Bytes of K and of V of so many tokens [..., H] with so many channels of K and of V, in the model's dtype."""
+    return int((tokens * channels).sum()) * dtype.itemsize, int((tokens * width).sum()) * dtype.itemsize
 
 
 class TokenSegment(Segment):

@@ -10,16 +10,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from leank.channel_scores import top, wide
+from leank.channel_scores import top
 from leank.data_gen.haystack import first_words
 from leank.data_gen.task import Sample
 from leank.data_gen.tokens import counter_of
 from leank.eval.cache.storage.codecs import OfHeads, PageCodec, PageSegment, fold, unfold
-from leank.eval.cache.storage.quantised import Packing, quantise, restore
+from leank.eval.cache.storage.quantised import Packing, coded, grid, restore
 from leank.eval.cache.storage.segment import PAGE, Count, Extent
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.observe import received
@@ -77,12 +78,13 @@ class ChanMix(FromSamples, Bits):
         Packing(2, self.group).check(kv_shape(config)[-1])
         self._probe(tokenizer)
 
-    def packed(self, held: Held) -> float:
-        """Bytes of the middle, as if retrieval heads held as many tokens as others."""
-        heads = held.middle.size
-        bits = NORMAL + (RETRIEVAL - NORMAL) * round(self.retrieval * heads) / heads
-        cells = -(-held.middle // self.group) * held.k + held.middle * held.v / self.group
-        return float(cells.sum()) * (self.group * bits / 8 + 2 * (1 if self.scales == "fp8" else held.itemsize))
+    def sized(self, index: int, held: Held) -> OfHeads:
+        """As if retrieval heads were spread evenly over the layers."""
+        heads, form = held.middle.shape[1], FP8 if self.scales == "fp8" else None
+        count, total = round(self.retrieval * held.middle.size), held.middle.size
+        begun = (np.arange(index * heads, (index + 1) * heads + 1) * count) // total
+        planes = (Planes((RETRIEVAL if n else NORMAL,) * held.dim, self.group, form) for n in np.diff(begun))
+        return OfHeads(tuple((one, one) for one in planes))
 
     @property
     def calibrated_on(self) -> tuple[object, ...]:
@@ -216,14 +218,11 @@ class Planes(PageCodec):
         """Codes [R, n, d], and scales [R, n / group, d, 2] of K, [R, n, d / group, 2] of V."""
         widths = torch.tensor(self.widths, device=x.device)
         x, most = (x, 2**widths - 1) if keys else (x.mT, 2 ** widths[:1] - 1)
-        scales = quantise(x, self.group, most)[1]
+        scales = grid(x, self.group, most)
         if self.form is not None:
             largest = torch.finfo(self.form).max
             scales = scales.clamp(-largest, largest).to(self.form).to(x.dtype)
-        scale, zero = scales.to(wide(x)).unsqueeze(-3).unbind(-1)
-        cells = x.to(wide(x)).unflatten(-2, (-1, self.group))
-        codes = ((cells - zero) / torch.where(scale == 0, 1, scale)).round().clamp(min=0)
-        codes = torch.minimum(codes, most.to(codes)).to(torch.uint8).flatten(-3, -2)
+        codes = coded(x, scales, self.group, most)
         return (codes, scales) if keys else (codes.mT, scales.transpose(-3, -2))
 
     def decode(self, codes: Tensor, numbers: Tensor, keys: bool) -> Tensor:

@@ -71,9 +71,8 @@ class FP8(FromSamples, Bits):
         peaks = peaks.amax(0, keepdim=True) if self.scales == "tensor" else peaks
         return OfHeads(tuple((Scaled(k), Scaled(v)) for k, v in torch.where(peaks > 0, peaks / LARGEST, 1).tolist()))
 
-    def packed(self, held: Held) -> float:
-        """Bytes of the middle: one per number."""
-        return float((held.middle * (held.k + held.v)).sum())
+    def sized(self, index: int, held: Held) -> BandCodec:
+        return Scaled()
 
 
 @dataclass(frozen=True)

@@ -54,12 +54,8 @@ class Kitty(Bits):
     def of_layer(self, index: int, prefill: Prefill) -> Boosted:
         return Boosted(self.boosted, Packing(2, self.group))
 
-    def packed(self, held: Held) -> float:
-        """Bytes of the middle: 2 bits a number, two scales a group, and 2 bits and a number of boosted channels."""
-        groups, channels = -(-held.middle // self.group), Boosted(self.boosted, Packing()).number(held.k)
-        cells = groups * held.k + held.middle * held.v / self.group
-        more = groups * channels * (self.group / 4 + 1)
-        return float((cells * (self.group / 4 + 2 * held.itemsize) + more).sum())
+    def sized(self, index: int, held: Held) -> Boosted:
+        return Boosted(self.boosted, Packing(2, self.group))
 
 
 @dataclass(frozen=True)

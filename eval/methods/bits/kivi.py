@@ -46,11 +46,8 @@ class KIVI(Bits):
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         Packing(self.bits, self.group).check(kv_shape(config)[-1])
 
-    def packed(self, held: Held) -> float:
-        """Bytes of the middle: `bits` per number, and one scale and one zero point per group of K and of V."""
-        channels = Packing(self.bits, self.group).room(held.k)
-        cells = -(-held.middle // self.group) * channels + held.middle * held.v / self.group
-        return float(cells.sum()) * (self.group * self.bits / 8 + 2 * held.itemsize)
+    def sized(self, index: int, held: Held) -> Packing:
+        return Packing(self.bits, self.group)
 
     def of_layer(self, index: int, prefill: Prefill) -> Packing:
         return Packing(self.bits, self.group)

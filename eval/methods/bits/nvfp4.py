@@ -38,9 +38,8 @@ class NVFP4(Bits):
     def of_layer(self, index: int, prefill: Prefill) -> PageCodec:
         return Blocks()
 
-    def packed(self, held: Held) -> float:
-        """Bytes of the middle: half a byte a number, in whole bytes of every vector, and one for every block."""
-        return float((held.middle * (_bytes(held.k) + _bytes(held.v))).sum())
+    def sized(self, index: int, held: Held) -> PageCodec:
+        return Blocks()
 
 
 @dataclass(frozen=True)

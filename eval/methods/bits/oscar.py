@@ -12,7 +12,7 @@ from annotated_types import Gt, Le
 from torch import Tensor
 
 from leank.channel_scores import wide
-from leank.eval.cache.storage.codecs import BandCodec, OfHeads, vector_bytes
+from leank.eval.cache.storage.codecs import BandCodec, OfHeads
 from leank.eval.inference.prefill import Prefill
 from leank.eval.methods.axes import Bits, Held, method
 from leank.eval.methods.bits.turboquant import Even
@@ -90,10 +90,8 @@ class OSCAR(FromSamples, Bits):
         means = found[2:, 0] if self.centred else [None] * len(found[2:])
         return OfHeads(tuple((Turned(self.bits, k, self.k_clip, mean), values) for mean in means))
 
-    def packed(self, held: Held) -> float:
-        """Bytes of the middle: codes in whole bytes, a scale and a least number of every vector of K and of V."""
-        codes = vector_bytes(held.k, self.bits) + vector_bytes(held.v, self.bits)
-        return float((held.middle * (codes + 4 * held.itemsize)).sum())
+    def sized(self, index: int, held: Held) -> BandCodec:
+        return Even(self.bits)
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,9 +27,8 @@ class LowRank(FromSamples, Pruning, Bits):
 
     free = "ratio"
 
-    def packed(self, held: Held) -> float:
-        kept = held.dim - pruned(held.dim, self.ratio)
-        return held.itemsize * float((held.middle * (np.minimum(held.k, kept) + held.v)).sum())
+    def sized(self, index: int, held: Held) -> RecordCodec:
+        return Coordinates(torch.empty(held.dim, held.dim - pruned(held.dim, self.ratio), device="meta"))
 
 
 @method("pca")

@@ -42,10 +42,8 @@ class PerTokenHead(Bits):
     block: Positive = 128  # largest size of H's blocks
     signs: bool = True  # whether random signs stand before H
 
-    def packed(self, held: Held) -> float:
-        """Bytes of the middle: codes in whole bytes, and a word for every vector of K and of V."""
-        codes = vector_bytes(held.k, BITS) + vector_bytes(held.v, BITS)
-        return float((held.middle * (codes + WORD * ((held.k > 0) * 1 + (held.v > 0)))).sum())
+    def sized(self, index: int, held: Held) -> BandCodec:
+        return ShortGrid()
 
     def of_layer(self, index: int, prefill: Prefill) -> BandCodec:
         turned, plain = ShortGrid(self.block, self.signs), ShortGrid(1, False)

@@ -62,19 +62,22 @@ class SparK(Bits):
         layer = prefill.layers[index]
         if not isinstance(layer, PromptLayer):
             return None
-        dim, itemsize = layer.keys.shape[-1], layer.keys.element_size()
+        norms = query_norms(layer, layer.real(prefill.real), self.queries)
+        return self._codec(norms, layer.keys.shape[-1], layer.keys.element_size())
+
+    def _codec(self, norms: Tensor, dim: int, itemsize: int) -> Records | None:
         width = self.width(dim, itemsize)
         if width == dim:
             return None
-        norms = query_norms(layer, layer.real(prefill.real), self.queries)
         return Records(norms, dim - pruned(dim, self.ratio), width, INTEGER[itemsize], self.recovery == "mean")
 
-    def packed(self, held: Held) -> float:
-        """Bytes of the middle: the records of K, and V; and ||q_j||, in 4 bytes or the model's."""
-        width = self.width(held.dim, held.itemsize)
-        numbers = held.middle * (np.minimum(held.k, width) + held.v)
-        norms = held.k.size * held.dim * max(4, held.itemsize) * (width < held.dim)
-        return held.itemsize * float(numbers.sum()) + norms
+    def sized(self, index: int, held: Held) -> Records | None:
+        return self._codec(torch.empty(0), held.dim, held.itemsize)
+
+    def extra_bytes(self, held: Held) -> float:
+        """Bytes of ||q_j||, in 4 bytes or the model's."""
+        records = self.width(held.dim, held.itemsize) < held.dim
+        return held.k.size * held.dim * max(4, held.itemsize) * records
 
 
 def query_norms(layer: PromptLayer, real: Tensor | None, queries: int) -> Tensor:

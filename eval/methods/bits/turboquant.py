@@ -8,12 +8,11 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from leank.eval.cache.storage.codecs import BandCodec, OfHeads, PageCodec, vector_bytes
+from leank.eval.cache.storage.codecs import BandCodec, OfHeads, PageCodec
 from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.segment import Count as Channels
 from leank.eval.inference.prefill import Prefill
@@ -58,14 +57,8 @@ class TurboQuant(Bits):
     value_bits: Annotated[int | None, OneOf(2, 3, 4, None)] = None  # bits of every number of V; None is `bits`
     skip: Count = 0  # layers that stay whole at either end, at most half of all layers
 
-    def packed(self, held: Held) -> float:
-        """Bytes of the middle: codes in whole bytes of every vector, a norm, or the scale and least number of V."""
-        of_v = self.value_bits or self.bits
-        codes = vector_bytes(held.k, self.bits) + vector_bytes(held.v, of_v)
-        numbers = (held.k > 0) * 1 + (held.v > 0) * (2 if self.values == "even" else 1)
-        whole = np.array(self.whole(len(held.middle)))[:, None]
-        token = np.where(whole, held.itemsize * (held.k + held.v), codes + held.itemsize * numbers)
-        return float((held.middle * token).sum())
+    def sized(self, index: int, held: Held) -> BandCodec | None:
+        return None if self.whole(len(held.middle))[index] else self._codec()
 
     def whole(self, layers: int) -> list[bool]:
         """Which of so many layers stay in the model's dtype."""
@@ -73,8 +66,9 @@ class TurboQuant(Bits):
         return [not ends <= index < layers - ends for index in range(layers)]
 
     def of_layer(self, index: int, prefill: Prefill) -> BandCodec | None:
-        if self.whole(len(prefill.layers))[index]:
-            return None
+        return None if self.whole(len(prefill.layers))[index] else self._codec()
+
+    def _codec(self) -> BandCodec:
         keys, bits = Rotation(self.bits, self.seed, self.norm_correction), self.value_bits or self.bits
         if self.values == "even":
             return OfHeads(((keys, Even(bits)),))

@@ -21,12 +21,12 @@ from leank.eval.cache.attention.kernels import HEAD_DIMS, banded, columns, packe
 from leank.eval.cache.attention.launch import Kernel
 from leank.eval.cache.attention.readers import EFFORT, READERS, Config
 from leank.eval.cache.attention.schedule import Part, Split
-from leank.eval.cache.storage.banded import BANDS, channel_bytes, codecs
+from leank.eval.cache.storage.banded import BANDS, codecs
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.models import ModelConfig, load_model
-from leank.precision import GROUP, KEY_BITS, VALUE_BITS, Precision
+from leank.precision import GROUP, KEY_BITS, VALUE_BITS, Precision, channel_bytes
 from leank.shape import kv_shape
 from tests.helpers.layouts import layout, layout_mask
 
@@ -214,7 +214,7 @@ def test_a_channel_takes_the_bytes_that_its_pages_have(bits):
         found = codecs(
             Precision(torch.full((1, 1, 64), bits, dtype=torch.uint8), torch.full((1, 1), 16, dtype=torch.uint8))
         )[0].page_bytes(64, np.full(1, 64), dtype)[0]
-        assert found == 64 * channel_bytes(bits, dtype)
+        assert found == 64 * channel_bytes(bits, dtype.itemsize)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)

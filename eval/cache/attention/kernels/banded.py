@@ -40,7 +40,7 @@ from leank.eval.cache.attention.kernels.packed import (
     unit_of,
 )
 from leank.eval.cache.storage.banded import BANDS as BAND_COUNT
-from leank.precision import GROUP, VALUE_BITS
+from leank.precision import GROUP, VALUE_BITS, channel_bytes, value_bytes
 
 CELL = tl.constexpr(GROUP)
 BANDS = tl.constexpr(BAND_COUNT)
@@ -79,10 +79,15 @@ def first_plane(bits):
 
 
 @triton.constexpr_function
-def v_page_of(dtype, dim, page, bits):
+def of_channel(bits, number):
+    """Bytes that a channel of K takes of a page."""
+    return channel_bytes(bits, number)
+
+
+@triton.constexpr_function
+def v_page_of(dtype, dim, bits):
     """Bytes of a page of V."""
-    number = dtype.primitive_bitwidth // 8
-    return page * dim * number if bits == 16 else page * dim * bits // 8 + page * dim // GROUP * 2 * number
+    return value_bytes(bits, dim, dtype.primitive_bitwidth // 8)
 
 
 @triton.constexpr_function
@@ -160,13 +165,14 @@ def _tokens_of_lines():
 
 
 @triton.jit
-def page_bytes(n, NUMBER: tl.constexpr, PAGE: tl.constexpr):
+def page_bytes(n, NUMBER: tl.constexpr):
     """Bytes of a page of K, in which a number takes NUMBER bytes.
 
     n: channels in 16, 8 and 4 bits, narrow ones, and those of them with 3
     """
-    even = _room(n[0]) * (PAGE * NUMBER) + _room(n[1]) * (PAGE + 2 * NUMBER) + _room(n[2]) * (PAGE // 2 + 2 * NUMBER)
-    return even + _room(n[3]) * (PAGE // 4 + 2 * NUMBER) + _room(n[4]) * (PAGE // 8)
+    even = _room(n[0]) * of_channel(16, NUMBER) + _room(n[1]) * of_channel(8, NUMBER)
+    even += _room(n[2]) * of_channel(4, NUMBER)
+    return even + _room(n[3]) * of_channel(2, NUMBER) + _room(n[4]) * (of_channel(3, NUMBER) - of_channel(2, NUMBER))
 
 
 @triton.jit
@@ -344,7 +350,7 @@ def _sums(
     PTX: tl.constexpr = CODES.PTX
     dtype: tl.constexpr = layer.base.dtype.element_ty
     NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
-    V_PAGE: tl.constexpr = v_page_of(dtype, D, PAGE, V)
+    V_PAGE: tl.constexpr = v_page_of(dtype, D, V)
     UNIT: tl.constexpr = unit_of(dtype, PTX)
     k, v = tl.multiple_of(layer.codes + k_at, 16), tl.multiple_of(layer.codes + v_at, 16)
     token, number = _tokens(), tl.arange(0, WARPS)
@@ -361,7 +367,7 @@ def _sums(
     q4 = _queries_of(q_row, ok, index, n[2], K4, F)
     index += n[2]
     q = _narrow_queries(q_row, ok, index, n[3], K3, F)
-    k_page = page_bytes(n, NUMBER, PAGE)
+    k_page = page_bytes(n, NUMBER)
     scale *= 1.0 / UNIT
 
     top = tl.full([WARPS, N], float("-inf"), tl.float32)  # m and z of every warp
@@ -378,13 +384,13 @@ def _sums(
         if K16 > 0:
             of_numbers = page.to(tl.pointer_type(dtype), bitcast=True)
             s, t = _whole(s, t, q16, of_numbers, start // NUMBER, left, whole, K16)
-            page += tl.multiple_of(whole * (PAGE * NUMBER), 16)
+            page += tl.multiple_of(whole * of_channel(16, NUMBER), 16)
         if K8 > 0:
             s, t = _even(s, t, q8, page, start, left, eight, dtype, 8, K8, F, PTX)
-            page += tl.multiple_of(eight * (PAGE + 2 * NUMBER), 16)
+            page += tl.multiple_of(eight * of_channel(8, NUMBER), 16)
         if K4 > 0:
             s, t = _even(s, t, q4, page, start, left, four, dtype, 4, K4, F, PTX)
-            page += tl.multiple_of(four * (PAGE // 2 + 2 * NUMBER), 16)
+            page += tl.multiple_of(four * of_channel(4, NUMBER), 16)
         if K3 > 0:
             s, t = _narrow(s, t, q, page, start, left, n[3], n[4], dtype, K3, F, PTX)
         s, t = _masked(s, token, left, N), _masked(t, token, left - HALF, N)
@@ -593,22 +599,22 @@ def move(
             length = tl.load(length_ptr + head)
             oldest, amount = (start % slots).to(tl.int32), due.to(tl.int32)
             NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
-            k_page = page_bytes((whole, eight, four, narrow, third), NUMBER, PAGE)
+            k_page = page_bytes((whole, eight, four, narrow, third), NUMBER)
             for at in range(0, amount, PAGE):
                 page, first = k + (length + at) // PAGE * k_page, oldest + at
                 of = index
                 _put_whole(ring_k, slots, first, of, whole, page.to(tl.pointer_type(dtype), bitcast=True), D)
-                page += _room(whole) * (PAGE * NUMBER)
+                page += _room(whole) * of_channel(16, NUMBER)
                 of += whole
                 _put_even(ring_k, slots, first, of, eight, page, 8, D, PAGE)
-                page += _room(eight) * (PAGE + 2 * NUMBER)
+                page += _room(eight) * of_channel(8, NUMBER)
                 of += eight
                 _put_even(ring_k, slots, first, of, four, page, 4, D, PAGE)
-                page += _room(four) * (PAGE // 2 + 2 * NUMBER)
+                page += _room(four) * of_channel(4, NUMBER)
                 _put_narrow(ring_k, slots, first, of + four, narrow, third, page, D)
                 for i in tl.static_range(WIDTHS):
                     if width == width_of(i):
-                        page = v + (length + at) // PAGE * v_page_of(dtype, D, PAGE, width_of(i))
+                        page = v + (length + at) // PAGE * v_page_of(dtype, D, width_of(i))
                         _put_page(ring_v, slots, first, page, width_of(i), D, PAGE)
             tl.debug_barrier()  # every thread has read the length before one of them changes it
             tl.store(length_ptr + head, length + due)
