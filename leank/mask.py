@@ -52,7 +52,9 @@ class _Metadata(TypedDict, total=False):
     window: Positive
     lengths: Annotated[Sequence[Count], Len(2, 2)]
     seed: int
-    heldout: dict[Line, Annotated[Sequence[float], Len(3, 3)]]
+    heldout: dict[Line, Annotated[Sequence[float], Len(1, 3)]]  # mean, and from two documents on its interval
+    heldout_documents: Positive  # of each kind
+    steps: Count  # of training
     doubts: Sequence[Line]
 
 

@@ -20,7 +20,7 @@ from leank.data_gen.tokens import TokenCounter
 from leank.errors import naming
 from leank.files import write_json
 from leank.mask import ChannelMask, check_ratio
-from leank.precision import VALUE_BITS, Precision
+from leank.precision import VALUE_BITS
 from leank.rotary import rotary_pairs
 from leank.tensor_files import write_tensors
 from leank.wandb_log import log_results, make_logger
@@ -36,7 +36,7 @@ from leank_train.running.recorder import Recorder
 from leank_train.settings import RunConfig, check, plain
 from leank_train.stages import Stage1, Stage2
 from leank_train.validation import Validation, check_samples_fit, validate
-from leank_train.verdict import CLOSED_FORM, MASK, STAGE1, TEXT, judge, mixtures
+from leank_train.verdict import CLOSED_FORM, EQUAL, MASK, STAGE1, TEXT, equal, judge, mixtures
 
 log = logging.getLogger("leank_train")
 
@@ -267,10 +267,8 @@ def save_layouts(
                 found[first if budget == pruning.bytes else f"{name}_{100 * budget:.12g}pct"] = mask
     metadata = {key: value for key, value in found[MASK].metadata.items() if key != "bytes"}
     for bits in VALUE_BITS[:3]:
-        equal = Precision(
-            *(torch.full(shape, bits, dtype=torch.uint8) for shape in (backbone.shape, backbone.shape[:2]))
-        )
-        found[f"equal_{bits}bits"] = ChannelMask(equal.keep, metadata, None, equal)
+        layout = equal(backbone.shape, bits)
+        found[f"{EQUAL}_{bits}bits"] = ChannelMask(layout.keep, metadata, None, layout)
     for name, mask in found.items():
         mask.save(current.out / ("mask.safetensors" if name == MASK else f"masks/{name}.safetensors"))
     return found
@@ -283,14 +281,16 @@ def pronounce(current: Run, backbone: Backbone, masks: dict[str, ChannelMask], m
     if verdict is None:
         return
     metrics["verdict"], metrics["seconds"]["verdict"] = verdict.metrics, round(time.monotonic() - started, 1)
-    doubts = verdict.doubts()
-    for doubt in doubts:
-        log.warning("%s: %s", out / "mask.safetensors", doubt)
+    if verdict.documents < 2:
+        log.warning("%s: one held-out document of each kind confirms and doubts nothing; raise validation.heldout", out)
     for name, mask in masks.items():
-        if name != STAGE1:
-            told = {"heldout": verdict.figures(name)} | ({"doubts": doubts} if name == MASK and doubts else {})
-            file = out / "mask.safetensors" if name == MASK else out / "masks" / f"{name}.safetensors"
-            mask.with_metadata(mask.metadata | told).save(file)
+        files = {MASK: "mask.safetensors", STAGE1: f"stage1/mask_align{config.pruning.align}.safetensors"}
+        file = files.get(name, f"masks/{name}.safetensors")
+        doubts = verdict.doubts(name)
+        for doubt in doubts:
+            log.warning("%s: %s", out / file, doubt)
+        told = {"heldout": verdict.figures(name), "heldout_documents": verdict.documents}
+        mask.with_metadata(mask.metadata | told | ({"doubts": doubts} if doubts else {})).save(out / file)
 
 
 def counted(mask: ChannelMask) -> Metrics:

@@ -68,13 +68,15 @@ class StoredPass(ScaledPass):
     counts as the first key, so that it widens no cell.
 
     widths: real [L, H, D + 2], of the channels of K, and of V; then the head's share.
+    group: numbers of a cell; None has the sizes of layouts.
     """
 
     def __init__(
         self, prefix: Prefix, question: Branch, positions: Tensor, k_positions: Tensor, widths: Tensor, sink: int,
-        window: int, empty_heads: str,
+        window: int, empty_heads: str, group: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(prefix, question, positions, k_positions, widths, sink, window, empty_heads)
+        self.group = group
         self.sink, self.widths, documents = sink, self.alpha, len(prefix.lengths)
         self.padding = [  # bool [B, 1, M, T, 1]; a document counts as one branch
             to_device((at < 0).view(documents, 1, -1, at.shape[1], 1), prefix.device)
@@ -111,8 +113,9 @@ class StoredPass(ScaledPass):
     def middle(self, layer: int, part: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a part as they are stored."""
         first, widths = self.first(part), self.widths[layer][:, None]  # [H, 1, D + 2]
-        behind = stored(self.branches(part, k)[..., first:, :], widths[:, None, :, :-2], GROUP).flatten(2, 3)
-        v = stored(v.mT, widths[..., -2:-1], value_group(v.shape[-1])).mT
+        behind = stored(self.branches(part, k)[..., first:, :], widths[:, None, :, :-2], self.group or GROUP)
+        behind = behind.flatten(2, 3)
+        v = stored(v.mT, widths[..., -2:-1], self.group or value_group(v.shape[-1])).mT
         return (torch.cat([k[:, :, :first], behind], 2) if first else behind), v
 
     def first(self, part: int) -> int:
@@ -135,18 +138,19 @@ class WholePass(StoredPass):
 
 def stored_student(
     model: PreTrainedModel, prefix: Prefix, question: Branch, answer_ids: Tensor, lengths: Sequence[int] | Tensor,
-    widths: Tensor, *, sink: int, window: int, empty_heads: str, rounds: bool = True,
+    widths: Tensor, *, sink: int, window: int, empty_heads: str, rounds: bool = True, group: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Run the answer tokens over a middle at real widths, [L, H, D + 2]; the rest is as in `branching.student`.
 
     rounds: whether numbers are rounded to their widths; else a key's channel fades below `LEAST`, and no more.
+    group: numbers of a cell, as in `StoredPass`.
     Raises ValueError for documents that several processes share.
     """
     if prefix.ranks is not None:
         raise ValueError("widths are learned where one process has whole documents; set trainer.sequence_parallel=1")
     positions, k_positions = answer_positions(question, answer_ids, lengths)
     kind = StoredPass if rounds else WholePass
-    state = kind(prefix, question, positions, k_positions, widths, sink, window, empty_heads)
+    state = kind(prefix, question, positions, k_positions, widths, sink, window, empty_heads, group)
     hidden = run_decoder(model, answer_ids, to_device(positions, answer_ids.device), state)
     return hidden + 0.0 * widths.sum() if widths.requires_grad and not hidden.requires_grad else hidden
 

@@ -25,6 +25,7 @@ from leank_train.objective.kl import kl_loss
 from leank_train.settings import check
 from leank_train.stages import PruningConfig, StageConfig, read
 from leank_train.train import run
+from leank_train.verdict import KIVI
 from tests.conftest import tiny_model
 from tests.helpers.layouts import loss_of, random_losses
 from tests.helpers.tiny_run import at_step, killed, settings
@@ -71,7 +72,7 @@ def test_a_run_leaves_a_layout_for_every_budget(finished):
     metrics = json.loads((finished / "metrics.json").read_text())
     assert metrics["bytes"] == masks[1].middle_bytes
     names = {"leank", "layout_15pct", "layout_50pct", "closed_form", "closed_form_15pct", "closed_form_50pct"}
-    assert {*metrics["verdict"]["kl"]} == names | {"equal_2bits", "equal_3bits", "equal_4bits", "no_middle"}
+    assert {*metrics["verdict"]["kl"]} == names | {"equal_2bits", "equal_3bits", "equal_4bits", "no_middle", *KIVI}
     closed = ChannelMask.load(finished / "masks/closed_form.safetensors")
     assert closed.middle_bytes <= 0.3
     path = load_file(finished / "alpha.safetensors")["path"]

@@ -17,24 +17,23 @@ from leank.eval.rows import Collected
 from leank.eval.run.job import Job
 from leank.eval.run.replay import Settings
 from leank.mask import ChannelMask
-from leank.shape import kv_shape
+from leank.shape import DecoderShape, kv_shape
 from leank.shipped import SHIPPED
 from leank_train.settings import check
 from leank_train.stages import Stage1
 from leank_train.train import run
-from leank_train.verdict import MASK, NO_MIDDLE, STAGE1, TASKS, Verdict, _divergences, _documents
+from leank_train.verdict import MASK, NO_MIDDLE, STAGE1, TASKS, Kivi, Verdict, _divergences, _documents, equal
 from tests.helpers.tiny_run import settings
 
 
-def verdict(masks, ratios):
+def verdict(masks, ratios, shares=None, noise=(0.9, 1.0, 1.1, 1.2)):
     """Of masks whose KL is the same number on tasks and on text, but for noise that all documents share."""
-    noise = [0.9, 1.0, 1.1, 1.2]
     losses = {name: {kind: [kl * n for n in noise] for kind in ("tasks", "text")} for name, kl in masks.items()}
-    return Verdict(losses, ratios)
+    return Verdict(losses, ratios, shares or {})
 
 
 GOOD = {MASK: 0.02, STAGE1: 0.02, NO_MIDDLE: 0.9, "lowest_frequencies": 0.5, "mask_80pct": 0.03, "mask_50pct": 0.001}
-RATIOS = {MASK: 0.7, "mask_80pct": 0.8, "mask_50pct": 0.5}
+RATIOS = {MASK: 0.7, STAGE1: 0.7, "lowest_frequencies": 0.7, "mask_80pct": 0.8, "mask_50pct": 0.5}
 
 
 def test_nobody_doubts_a_good_mask():
@@ -63,6 +62,60 @@ def test_a_difference_within_the_noise_is_no_doubt():
     assert Verdict(losses, RATIOS).doubts() == []
 
 
+def test_every_file_is_judged_by_what_prunes_as_much():
+    """The mask of 50% by all that prune more, that of 80% by the collapse alone."""
+    found = verdict({**GOOD, "mask_50pct": 0.05}, RATIOS)
+    assert found.doubts() == []
+    assert len(found.doubts("mask_50pct")) == 4  # on tasks and text: mask.safetensors at .7, and mask_80pct
+    assert "at ratio=0.7, which prunes more: use mask.safetensors" in found.doubts("mask_50pct")[0]
+    assert found.doubts("mask_80pct") == []
+    assert found.metrics["doubts"] == {"mask_50pct": found.doubts("mask_50pct")}
+    assert "on 4 held-out documents of tasks its KL" in found.doubts("mask_50pct")[0]
+
+
+SHARES = {MASK: 0.15, "layout_31pct": 0.31, "equal_2bits": 0.156, "equal_4bits": 0.281, "kivi": 0.1875, "kivi4": 0.3125}
+KLS = {MASK: 0.002, "layout_31pct": 0.001, "equal_2bits": 0.02, "equal_4bits": 0.0012, "kivi": 0.01, "kivi4": 0.0012}
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "said"),
+    [
+        ({}, MASK, None),
+        ({}, "layout_31pct", None),
+        ({"equal_4bits": 0.0001}, "layout_31pct", "at bytes=0.281 with equal_4bits: use masks/equal_4bits.safetensors"),
+        ({"kivi": 0.0001}, "layout_31pct", "at bytes=0.188 with kivi: take the method kivi"),
+        ({"kivi4": 0.0001}, "layout_31pct", "at bytes=0.312 with kivi4: take the method kivi4"),  # equal bytes
+        ({"kivi4": 0.0001, "equal_4bits": 0.0001}, MASK, None),  # they take more bytes
+        ({MASK: 0.0001}, "layout_31pct", "with leank: use mask.safetensors"),
+        ({"equal_2bits": 0.5}, "equal_2bits", None),  # a rival alone
+    ],
+)
+def test_a_layout_has_to_beat_what_takes_no_more_bytes(change, name, said):
+    doubts = verdict({**KLS, NO_MIDDLE: 0.9, **change}, {}, SHARES).doubts(name)
+    assert bool(doubts) == (said is not None)
+    assert all(said in doubt for doubt in doubts)
+
+
+def test_one_document_gives_figures_and_neither_doubt_nor_interval():
+    one = verdict({**GOOD, NO_MIDDLE: 0.001}, RATIOS, noise=(1.0,))
+    assert one.doubts() == []
+    assert one.figures(MASK) == {"tasks": [0.02], "text": [0.02]}
+    assert one.metrics["documents"] == 1
+    assert len(verdict(GOOD, RATIOS).figures(MASK)["text"]) == 3
+
+
+def test_kivi_is_a_layout_with_cells_of_its_own_size(model_folder):
+    config = check(settings(model_folder))
+    backbone = backbones.load(str(model_folder), "float32")
+    (_, batch), *_ = _documents(config, backbone, 1)
+    forms = {"layout": equal(backbone.shape, 2)}
+    forms |= {f"kivi{bits}": Kivi.of(backbone.shape, bits) for bits in (2, 4)}
+    found = _divergences(config, backbone, batch, forms, None)
+    assert 0 < found["kivi4"] < found["kivi2"]
+    assert found["kivi2"] != found["layout"]
+    assert Kivi.of(DecoderShape(2, 2, 64), 4).middle_bytes == pytest.approx(5 / 16)
+
+
 @pytest.mark.parametrize("compensated", [False, True])
 def test_the_divergence_is_that_of_a_stage(model_folder, compensated):
     config = check(settings(model_folder, "stage1=steered"))
@@ -80,13 +133,14 @@ def test_the_divergence_is_that_of_a_stage(model_folder, compensated):
 
 
 def test_a_run_writes_its_verdict_and_a_doubted_mask_warns_when_it_is_loaded(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(Verdict, "doubts", lambda self: ["it has collapsed"])
+    monkeypatch.setattr(Verdict, "doubts", lambda self, name: ["it has collapsed"])
     run(settings(model_folder, "extra_ratios=[0.9]"), tmp_path)
     found = json.loads((tmp_path / "metrics.json").read_text())["verdict"]
     assert {*found["kl"]} == {MASK, STAGE1, "mask_90pct", "lowest_frequencies", NO_MIDDLE}
     assert all(found["kl"][name][TASKS] > 0 for name in found["kl"])
-    with pytest.warns(UserWarning, match="it has collapsed"):
-        ChannelMask.load(tmp_path / "mask.safetensors")
+    for file in ("mask.safetensors", "masks/mask_90pct.safetensors", "stage1/mask_align4.safetensors"):
+        with pytest.warns(UserWarning, match="it has collapsed"):
+            assert ChannelMask.load(tmp_path / file).metadata["heldout_documents"] == found["documents"]
 
 
 FOLDERS = {name: Path(str(files("leank_train"))) / "assets" / name for name in SHIPPED}
