@@ -2,19 +2,21 @@
 
 A `Step` says which of its tokens decode, which belong to a longer chunk, and where their past lies. `attend` computes
 it: `decode` takes all requests that decode at once, `prefill` one chunk of one request. What each query reads is said
-in `eval.serving.layout`. A query of a position that the model generated itself reads as a decoding step does, also when
-a preempted request computes it again among others.
+in `eval.serving.layout`, and for a layout of bits in `eval.serving.coded`. A query of a position that the model
+generated itself reads as a decoding step does, also when a preempted request computes it again among others.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from leank.eval.cache.attention import dense
+from leank.eval.cache.storage.segment import PAGE
+from leank.eval.serving.coded import CodedLayout, Layout
 from leank.eval.serving.layout import PageGroup, PageLayout, Stripe
 
 LOGITS = 2**24  # of generated positions that are computed at a time: 64 MiB in float32
@@ -29,9 +31,10 @@ class Places:
     block: Tensor  # block, token: int64 [R, S], the page, and the token in it
     token: Tensor
 
-    def only_real(self) -> Self:
-        """The real places of a single request."""
-        return type(self)(*(x[:, self.real[0]] for x in (self.at, self.real, self.block, self.token)))
+    def only_real(self, request: int = 0) -> Self:
+        """The real places of one request, R = 1."""
+        one = slice(request, request + 1)
+        return type(self)(*(x[one, self.real[request]] for x in (self.at, self.real, self.block, self.token)))
 
 
 @dataclass(frozen=True)
@@ -51,15 +54,25 @@ class Chunk:
     rows: slice  # their rows in the step's tokens
     first: int  # the first new position; all before it are in pages
     generated: int  # how many of the new positions the model generated before; the request had been preempted
-    blocks: Tensor  # int64 [n], pages of `kept` of the positions before `first`
+    blocks: Tensor  # int64 [n], pages of `kept` of the positions before `first`, or of all if some were generated
     whole: Places  # the positions before `first` in sink and window, R = 1
+
+
+@dataclass(frozen=True)
+class WholePages:
+    """Pages of 64 tokens whose last one a step computes, and where their tokens are."""
+
+    number: Tensor  # int64 [n], block * m + page in it, see `CodedLayout.pack`
+    row: Tensor  # int64 [n, 64], the token's row in the step's tokens, -1 = it was computed before, and is in `rest`
+    block: Tensor  # block, token: int64 [n, 64], the page of `rest`, and the token in it; those of others may be any
+    token: Tensor
 
 
 @dataclass
 class Step:
     """What one step computes; it is made once, and every layer reads it."""
 
-    layout: PageLayout  # the page layout
+    layout: Layout
     starts: list[int]  # [R + 1], the first row of each request in the step's tokens
     ends: list[int]  # [R], positions of each request once the step is done
     prompts: list[int]  # [R], tokens of each prompt
@@ -91,11 +104,12 @@ class Step:
         for i, new in enumerate(self._new):
             if new > 1:
                 end, first = self.ends[i], self.ends[i] - new
-                blocks = self.kept[i, : -(-first // self.layout.kept.block)].long()
+                generated = min(new, max(0, end - self.prompts[i]))
+                blocks = self.kept[i, : -(-(end if generated else first) // self.layout.kept.block)].long()
                 at = torch.tensor([first], device=blocks.device)
                 whole = places(self.layout, self.rest[i : i + 1].long(), at, at).only_real()
                 rows = slice(self.starts[i], self.starts[i + 1])
-                found.append(Chunk(rows, first, min(new, max(0, end - self.prompts[i])), blocks, whole))
+                found.append(Chunk(rows, first, generated, blocks, whole))
         return found
 
     @cached_property
@@ -107,16 +121,31 @@ class Step:
             for group, table in ((self.layout.kept, self.kept), (self.layout.rest, self.rest))
         ]
 
+    @cached_property
+    def whole_pages(self) -> WholePages:
+        """The pages that this step fills, but those of the sink."""
+        device, rest, each = self.kept.device, self.layout.rest.block, self.layout.kept.block // PAGE
+        found: list[list[Tensor]] = [[], [], [], []]
+        for i, (start, end, new) in enumerate(zip(self.starts[:-1], self.ends, self._new, strict=True)):
+            begin = max(self.layout.sink, (end - new) // PAGE * PAGE) // PAGE
+            page = torch.arange(begin, max(begin, end // PAGE) if new else begin, device=device)
+            at = page[:, None] * PAGE + torch.arange(PAGE, device=device)
+            row = (at - (end - new) + start).where(at >= end - new, -1)
+            number = self.kept[i].long()[page // each] * each + page % each
+            for to, x in zip(found, (number, row, self.rest[i].long()[at // rest], at % rest), strict=True):
+                to.append(x)
+        return WholePages(*map(torch.cat, found))
 
-def slots_of(group: PageGroup, table: Tensor, at: Tensor) -> Tensor:
+
+def slots_of(group: Any, table: Tensor, at: Tensor) -> Tensor:
     """The slot of each position `at` of the request with this block table, -1 in the null block."""
     block = table[at // group.block]
     return torch.where(block > 0, block * group.block + at % group.block, -1)
 
 
-def places(layout: PageLayout, table: Tensor, first: Tensor, end: Tensor) -> Places:
+def places(layout: Layout, table: Tensor, first: Tensor, end: Tensor) -> Places:
     """Where `rest` [R, blocks] holds what steps from position `first` [R] on read whole, up to position `end` [R]."""
-    window = torch.clamp(first - layout.window, min=layout.sink)
+    window = torch.clamp(layout.window_start(first), min=layout.sink)
     sink = torch.arange(layout.sink, device=table.device).expand(len(first), -1)
     longest = max(0, int((end - window).max()))
     at = torch.cat([sink, window[:, None] + torch.arange(longest, device=table.device)], 1)
@@ -124,6 +153,30 @@ def places(layout: PageLayout, table: Tensor, first: Tensor, end: Tensor) -> Pla
     at = at.where(real, 0)
     block = table.gather(1, at // layout.rest.block) if at.shape[1] else at
     return Places(at, real, block, at % layout.rest.block)
+
+
+def write(step: Step, layer: int, pages: Tensor, k: Tensor, v: Tensor) -> None:
+    """Put a step's tokens into pages, before `attend`.
+
+    pages: [blocks, page_columns]; k, v: [tokens, H, D], from the projections
+    """
+    layout, tokens = step.layout, step.starts[-1]
+    k, v = k[:tokens], v[:tokens]
+    if isinstance(layout, PageLayout):
+        for group, slots in zip((layout.kept, layout.rest), step.slots, strict=True):
+            group.write(pages, layer, slots, k, v)
+        return
+    layout.rest.write(pages, layer, step.slots[1], k, v)
+    filled = step.whole_pages
+    if len(filled.number):
+        new = (filled.row >= 0)[..., None, None]
+        before = layout.whole(pages, layer, filled.block, filled.token)
+        layout.pack(
+            pages,
+            layer,
+            filled.number,
+            *(torch.where(new, x[filled.row], y) for x, y in zip((k, v), before, strict=True)),
+        )
 
 
 def attend(step: Step, layer: int, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, scaling: float, out: Tensor) -> None:
@@ -139,11 +192,13 @@ def attend(step: Step, layer: int, pages: Tensor, q: Tensor, k: Tensor, v: Tenso
         out[at] = prefill(step.layout, layer, pages, q[at], k[at], v[at], chunk, scaling)
 
 
-def decode(layout: PageLayout, layer: int, pages: Tensor, q: Tensor, step: DecodingRequests, scaling: float) -> Tensor:
+def decode(layout: Layout, layer: int, pages: Tensor, q: Tensor, step: DecodingRequests, scaling: float) -> Tensor:
     """Attention of R requests with one new position each, which is in pages already.
 
     pages: [blocks, page_columns]; q: [R, Hq, D]. Returns [R, Hq, D] in q's dtype, computed in at least fp32.
     """
+    if isinstance(layout, CodedLayout):
+        return _decode_codes(layout, layer, pages, q, step, scaling)
     wide = torch.promote_types(q.dtype, torch.float32)
     of_kept, of_rest = (group.layers[layer] for group in (layout.kept, layout.rest))
     grouped = q.unflatten(1, (len(of_kept), -1)).to(wide)  # [R, H, G, D]
@@ -169,13 +224,32 @@ def decode(layout: PageLayout, layer: int, pages: Tensor, q: Tensor, step: Decod
     return out.flatten(1, 2).to(q.dtype)
 
 
+def _decode_codes(
+    layout: CodedLayout, layer: int, pages: Tensor, q: Tensor, step: DecodingRequests, scaling: float
+) -> Tensor:
+    wide, empty = torch.promote_types(q.dtype, torch.float32), layout.empty(layer)
+    out = torch.empty_like(q)
+    for row, (blocks, tokens) in enumerate(zip(step.blocks, step.seen.sum(-1).tolist(), strict=True)):
+        whole = step.whole.only_real(row)
+        k, v = (x.to(wide).transpose(0, 1) for x in _stored(layout, layer, pages, blocks, whole, tokens))  # [H, T, D]
+        hidden = torch.zeros(len(k), 1, tokens, dtype=torch.bool, device=q.device)
+        unseen = torch.ones(tokens, dtype=torch.bool, device=q.device).index_fill(0, whole.at[0], False)
+        hidden[empty] = unseen
+        logits = q[row].unflatten(0, (len(k), -1)).to(wide) * scaling @ k.mT  # [H, G, T]
+        out[row] = (logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v).flatten(0, 1).to(q.dtype)
+    return out
+
+
 def prefill(
-    layout: PageLayout, layer: int, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Chunk, scaling: float
+    layout: Layout, layer: int, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Chunk, scaling: float
 ) -> Tensor:
     """Attention [n, Hq, D] of one request's new positions, whose K and V [n, H, D] come from the projections."""
     dense = len(q) - step.generated
     out = torch.empty_like(q)
     keys, values = _with_past(layout, layer, pages, step, k, v)
+    rounded = (
+        _rounded(layout, layer, pages, step, len(keys)) if isinstance(layout, CodedLayout) and step.generated else None
+    )
     if dense:
         for heads, some in _by_sight(layout, layer, step, keys, values):
             of_heads = heads.repeat_interleave(q.shape[1] // len(heads))
@@ -184,15 +258,19 @@ def prefill(
     queries = max(1, LOGITS * k.shape[1] // (q.shape[1] * len(keys)))
     for start in range(dense, len(q), queries):
         at = torch.arange(start, min(start + queries, len(q)), device=q.device)
-        out[at] = _as_decoding(layout, layer, q[at], keys, values, step.first + at, scaling)
+        if isinstance(layout, CodedLayout):
+            assert rounded is not None
+            out[at] = _as_decoding_codes(layout, layer, q[at], (keys, values), rounded, step.first + at, scaling)
+        else:
+            out[at] = _as_decoding(layout, layer, q[at], keys, values, step.first + at, scaling)
     return out
 
 
 def _by_sight(
-    layout: PageLayout, layer: int, step: Chunk, k: Tensor, v: Tensor
+    layout: Layout, layer: int, step: Chunk, k: Tensor, v: Tensor
 ) -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
     """The KV heads [H] bool that see the same of the past and the chunk, and K and V [T, H, D] of what they see."""
-    empty = torch.tensor([not head.k.width for head in layout.kept.layers[layer]], device=k.device)
+    empty = layout.empty(layer).to(k.device)
     if not step.first or not empty.any():
         return [(torch.ones_like(empty), (k, v))]
     seen = torch.cat([step.whole.at[0], torch.arange(step.first, len(k), device=k.device)])  # empty heads see no middle
@@ -225,12 +303,64 @@ def _as_decoding(layout: PageLayout, layer: int, q: Tensor, k: Tensor, v: Tensor
     return out.flatten(1, 2).to(q.dtype)
 
 
+def _rounded(layout: CodedLayout, layer: int, pages: Tensor, step: Chunk, tokens: int) -> tuple[Tensor, Tensor]:
+    """K and V [T, H, D] as codes hold them, with zeros where no step of the chunk reads codes."""
+    end = max(0, layout.window_start(tokens)) // PAGE
+    return _unpacked(layout, layer, pages, step.blocks, range(min(layout.sink // PAGE, end), end), tokens)
+
+
+def _unpacked(
+    layout: CodedLayout, layer: int, pages: Tensor, blocks: Tensor, which: range, tokens: int
+) -> tuple[Tensor, Tensor]:
+    """K and V [tokens, H, D] of one request, zeros outside the pages `which` of 64 tokens."""
+    each, page = layout.kept.block // PAGE, torch.tensor(which, dtype=torch.int64, device=pages.device)
+    found = layout.unpack(pages, layer, blocks[page // each] * each + page % each)
+    k, v = (x.new_zeros(tokens, *x.shape[2:]) for x in found)
+    at = slice(PAGE * which.start, PAGE * which.stop)
+    k[at], v[at] = (x.flatten(0, 1) for x in found)
+    return k, v
+
+
+def _stored(
+    layout: CodedLayout, layer: int, pages: Tensor, blocks: Tensor, whole: Places, tokens: int
+) -> tuple[Tensor, Tensor]:
+    """K and V [tokens, H, D] of one request, whose pages of `kept` are `blocks`: codes but in the places `whole`."""
+    coded = tokens - whole.at.shape[1]  # those between sink and window
+    first = layout.sink // PAGE
+    k, v = _unpacked(layout, layer, pages, blocks, range(first, first + coded // PAGE), tokens)
+    k[whole.at[0]], v[whole.at[0]] = layout.whole(pages, layer, whole.block[0], whole.token[0])
+    return k, v
+
+
+def _as_decoding_codes(
+    layout: CodedLayout, layer: int, q: Tensor, own: tuple[Tensor, Tensor], rounded: tuple[Tensor, Tensor], at: Tensor,
+    scaling: float,
+) -> Tensor:  # fmt: skip
+    """What `_as_decoding` gives, over K and V [T, H, D] of their own, and those of codes."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    token, query = torch.arange(len(own[0]), device=q.device), at[:, None]
+    middle = (token >= layout.sink) & (token < layout.window_start(query))  # [n, T]
+    (k, v), (coded_k, coded_v) = ([x.to(wide).transpose(0, 1) for x in pair] for pair in (own, rounded))  # [H, T, D]
+    of_heads = q.unflatten(1, (len(k), -1)).to(wide) * scaling  # [n, H, G, D]
+    out = torch.empty_like(of_heads)
+    for head, empty in enumerate(layout.empty(layer).tolist()):  # one after the other, which bounds the memory
+        mine = of_heads[:, head].transpose(0, 1)  # [G, n, D]
+        logits = torch.where(middle, -torch.inf if empty else mine @ coded_k[head].T, mine @ k[head].T)
+        weight = logits.masked_fill(token > query, -torch.inf).softmax(-1)
+        coded = weight.masked_fill(~middle, 0) @ coded_v[head]
+        out[:, head] = (weight.masked_fill(middle, 0) @ v[head] + coded).transpose(0, 1)
+    return out.flatten(1, 2).to(q.dtype)
+
+
 def _with_past(
-    layout: PageLayout, layer: int, pages: Tensor, step: Chunk, new_k: Tensor, new_v: Tensor
+    layout: Layout, layer: int, pages: Tensor, step: Chunk, new_k: Tensor, new_v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """K and V [T, H, D] of the chunk behind those before it, with zeros for what is not stored."""
     if not step.first:
         return new_k, new_v
+    if isinstance(layout, CodedLayout):
+        past = _stored(layout, layer, pages, step.blocks, step.whole, step.first)
+        return torch.cat([past[0], new_k]), torch.cat([past[1], new_v])
     k, v = (x.new_zeros(step.first + len(x), *x.shape[1:]) for x in (new_k, new_v))
     k[step.first :], v[step.first :] = new_k, new_v
     at = step.whole.at[0]

@@ -29,7 +29,9 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
-from leank.eval.serving.attention import Step, attend
+from leank.eval.cache.storage.segment import PAGE
+from leank.eval.serving.attention import Step, attend, write
+from leank.eval.serving.coded import CodedLayout, Layout, page_layout
 from leank.eval.serving.layout import PageLayout
 from leank.eval.serving.manager import RestSpec
 from leank.eval.serving.paged import DeviceStep, PagedAttention, decoding_first
@@ -45,9 +47,9 @@ class PageHolder(AttentionLayerBase):
 
     def __init__(self, settings: ServerSettings, kept: bool) -> None:
         self.settings, self.kept = settings, kept
-        mask = ChannelMask.load(settings.mask)
-        self.keep, self.mean_keys = mask.keep, mask.mean_keys
-        self.layout: PageLayout | None = None
+        self.mask = ChannelMask.load(settings.mask)
+        self.mean_keys = self.mask.mean_keys
+        self.layout: Layout | None = None
         self.paged: PagedAttention | None = None
         self.kv_cache = torch.tensor([])
 
@@ -57,21 +59,24 @@ class PageHolder(AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
         """Say how large a page is; both groups have pages of equal bytes, since they share the blocks."""
         cache, dtype = vllm_config.cache_config, vllm_config.model_config.dtype
-        self.layout = layout = PageLayout.of(self.keep, cache.block_size, self.settings.sink, self.settings.window)
-        group = layout.kept if self.kept else layout.rest
-        common = {
+        sizes = self.settings.sink, self.settings.window
+        self.layout = layout = page_layout(self.mask, cache.block_size, *sizes, dtype)
+        coded = self.kept and isinstance(layout, CodedLayout)
+        group: Any = layout.kept if self.kept else layout.rest
+        common: dict[str, Any] = {
             "block_size": group.block,
             "num_kv_heads": 1,
             "head_size": layout.head_dim,
-            "dtype": dtype,
+            "dtype": torch.uint8 if coded else dtype,
             "num_head_slots": 1,
-            "state_content_bytes": group.columns * dtype.itemsize,
+            "state_content_bytes": group.bytes // PAGE if coded else group.columns * dtype.itemsize,
             "page_size_padded": layout.page_columns * dtype.itemsize,
         }
         if self.kept:
             return FullAttentionSpec(**common)
         return RestSpec(
             **common,
+            grain=layout.grain,
             sliding_window=layout.window + 1,
             sink=layout.sink,
             hit=layout.kept.block,
@@ -90,7 +95,7 @@ class PageHolder(AttentionLayerBase):
         """Take the memory that the kernels need for the largest step, and compile them, before any step is captured."""
         if self.paged is not None:  # the builder of the other group was here
             return
-        assert self.layout is not None
+        assert isinstance(self.layout, PageLayout), "layouts of bits are refused on a GPU"
         heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         captured = vllm_config.compilation_config.cudagraph_capture_sizes or []
         rows = max(vllm_config.scheduler_config.max_num_seqs, *captured, 1)
@@ -157,7 +162,7 @@ class GroupStep:
     slots: Tensor  # int64 [tokens], the slots of the new positions
     step: Step | DeviceStep | None = None  # the step of both groups, once a layer has asked for it
 
-    def join(self, layout: PageLayout, rest: Self, room: int) -> Step | DeviceStep:
+    def join(self, layout: Layout, rest: Self, room: int) -> Step | DeviceStep:
         """Make the step of both groups; self is that of `kept`, and room that of `prefill.batches`."""
         count, tables, slots = len(self.starts) - 1, (self.table, rest.table), (self.slots, rest.slots)
         decodes = decoding_first(self.starts, len(self.slots)) if self.table.is_cuda else 0
@@ -284,9 +289,7 @@ class PrunedAttention(AttentionImpl[GroupStep]):
         if isinstance(step, DeviceStep):
             step.attend(rest.paged, index, pages, query, key, value, self.scale, output)
             return output
-        tokens = step.starts[-1]
-        for group, slots in zip((rest.layout.kept, rest.layout.rest), step.slots, strict=True):
-            group.write(pages, index, slots, key[:tokens], value[:tokens])
+        write(step, index, pages, key, value)
         attend(step, index, pages, query, key, value, self.scale, output)
         return output
 

@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from leank.eval.serving.layout import PageLayout
+import torch
+
+from leank.eval.serving.coded import page_layout
 from leank.eval.serving.settings import ServerSettings
 from leank.mask import ChannelMask
 
@@ -40,16 +42,16 @@ class Worker:
         }
 
 
-def refuse_dense(reports: Sequence[Report], settings: ServerSettings, itemsize: int) -> tuple[int, int]:
+def refuse_dense(reports: Sequence[Report], settings: ServerSettings, dtype: torch.dtype) -> tuple[int, int]:
     """Raise RuntimeError unless every layer of every worker attends over pages of the mask.
 
     reports: one of each worker.
     settings: of the server.
-    itemsize: bytes of a number.
+    dtype: the model's.
 
     Returns the bytes of a block of tokens under the mask, and of the dense model.
     """
-    keep = ChannelMask.load(settings.mask).keep
+    mask = ChannelMask.load(settings.mask)
     if not reports:
         raise RuntimeError(f"{DENSE}, or cannot say: no worker has answered")
     for rank, report in enumerate(reports):
@@ -57,10 +59,10 @@ def refuse_dense(reports: Sequence[Report], settings: ServerSettings, itemsize: 
         if others or not report["attention"]:
             raise RuntimeError(f"{DENSE}: worker {rank} attends with {', '.join(sorted(others)) or 'nothing'}; {CURE}")
         block, held = report["block"], report["block_bytes"]
-        wanted = PageLayout.of(keep, block, settings.sink, settings.window).page_columns * itemsize
+        wanted = page_layout(mask, block, settings.sink, settings.window, dtype).page_columns * dtype.itemsize
         if held != wanted:
             raise RuntimeError(f"worker {rank} holds blocks of {held:,} bytes, and those of the mask have {wanted:,}")
-    return held, 2 * keep.numel() * block * itemsize
+    return held, 2 * mask.keep.numel() * block * dtype.itemsize
 
 
 def check(llm: Any) -> None:
@@ -81,4 +83,4 @@ def check(llm: Any) -> None:
             f"worker_extension_cls is {extension}: leave it out" if extension else f"the plug-in is not loaded; {CURE}"
         )
         raise RuntimeError(f"{DENSE}, or cannot say: {why}")
-    refuse_dense(llm.collective_rpc("leank_report"), settings, config.model_config.dtype.itemsize)
+    refuse_dense(llm.collective_rpc("leank_report"), settings, config.model_config.dtype)

@@ -1,4 +1,4 @@
-"""Which K and V columns of a token lie where in the pages of a served cache.
+"""Which K and V columns of a token lie where in the pages of a served cache, under a mask without a layout of bits.
 
 A served cache has two groups of pages, with a block table each:
 
@@ -34,7 +34,7 @@ projections instead, because the rest of most of them is never stored.
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ from leank.eval.cache.storage.segment import round_up
 STRIPE = 16  # columns: the width of a stripe is a multiple of them, so that a GPU reads whole sectors of 32 bytes
 LINE = 32  # columns: a layer begins at a multiple of them
 LARGEST_BLOCK = 2**16  # tokens, far beyond what vLLM takes
+Position = TypeVar("Position", int, Tensor)
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ class PageLayout:
     window: int
     head_dim: int  # D
 
+    grain = 1  # tokens; the window begins at a multiple of them
+
     @classmethod
     def of(cls, keep: Tensor, block: int, sink: int, window: int) -> Self:
         """Lay out a mask: keep bool [L, H, D], True = kept.
@@ -140,6 +143,14 @@ class PageLayout:
     def page_columns(self) -> int:
         """Columns of a page, the stride of blocks in both groups."""
         return max(group.block * group.columns for group in (self.kept, self.rest))
+
+    def window_start(self, first: Position) -> Position:
+        """Where the window of a step from position `first` on begins, unless the sink ends behind it."""
+        return first - self.window
+
+    def empty(self, layer: int) -> Tensor:
+        """Which heads of a layer keep no channel, bool [H]."""
+        return torch.tensor([not head.k.width for head in self.kept.layers[layer]])
 
 
 def lay_out(stored: Tensor, values: Tensor, block: int) -> PageGroup:

@@ -24,6 +24,7 @@ class RestSpec(SlidingWindowSpec):
     hit: int  # tokens; prefix hits end at multiples of them
     every: int  # tokens between the positions where prefix hits can end besides the ends of steps, 0 = none
     hits: bool  # whether there is a prefix cache
+    grain: int = 1  # tokens; the window begins at a multiple of them
 
     @property
     def num_retained_tokens(self) -> int:
@@ -32,7 +33,7 @@ class RestSpec(SlidingWindowSpec):
 
     @property
     def pages(self) -> RestBlocks:
-        return RestBlocks(self.block_size, self.hit, self.sink, self.sliding_window - 1, self.every)
+        return RestBlocks(self.block_size, self.hit, self.sink, self.sliding_window - 1, self.every, self.grain)
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """Pages that one request holds at most; both vLLM's planner and its admission reckon with them."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from leank.eval.cache.attention import dense
-from leank.eval.serving.layout import PageLayout
+from leank.eval.serving.coded import Layout
 
 # (q [n, Hq, D], k, v [T, H, D], starts of the requests in q and in k, int32 [B + 1] each, their longest parts of q and
 # of k, factor of the logits, out like q): causal attention of each request, whose last query is its last key
@@ -53,7 +53,7 @@ class Batch:
 
 
 def batches(
-    layout: PageLayout,
+    layout: Layout,
     starts: Sequence[int],
     ends: Sequence[int],
     which: Sequence[int],
@@ -81,13 +81,11 @@ def batches(
     return [_batch(layout, starts, ends, of, device) for of in found]
 
 
-def _batch(
-    layout: PageLayout, starts: Sequence[int], ends: Sequence[int], which: list[int], device: torch.device
-) -> Batch:
+def _batch(layout: Layout, starts: Sequence[int], ends: Sequence[int], which: list[int], device: torch.device) -> Batch:
     new = [starts[i + 1] - starts[i] for i in which]
     full = [ends[i] for i in which]
     first = [end - n for end, n in zip(full, new, strict=True)]
-    few = [n + min(before, layout.sink + layout.window) for before, n in zip(first, new, strict=True)]
+    few = [n + before - max(0, layout.window_start(before) - layout.sink) for before, n in zip(first, new, strict=True)]
     sizes = [[0, *accumulate(x)] for x in (new, full, few)]
     plan = torch.tensor([*sizes, [*first, 0]], dtype=torch.int32)
     if device.type == "cuda":

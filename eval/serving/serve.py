@@ -114,7 +114,7 @@ async def _serve(args: argparse.Namespace, settings: ServerSettings) -> None:
     try:
         async with build_async_engine_client(args) as client:
             reports, dtype = await _reports(client), client.vllm_config.model_config.dtype
-            _tell(*refuse_dense(reports, settings, dtype.itemsize), settings.mask)
+            _tell(*refuse_dense(reports, settings, dtype), settings.mask)
             asked = _stops(client)
             stopped = await build_and_serve(client, address, socket, args)
             died = client.errored and not asked

@@ -10,7 +10,7 @@ import torch
 
 from leank.eval.cache.attention.kernels import HEAD_DIMS
 from leank.eval.cache.storage.sizes import Sizes
-from leank.eval.serving.layout import PageLayout
+from leank.eval.serving.coded import page_layout
 from leank.mask import ChannelMask, mask_file
 from leank.typed import Checked, Count, Positive
 
@@ -18,6 +18,7 @@ VERSIONS = ("0.30", "0.31", "0.32", "0.33")  # the minor versions of vLLM whose 
 
 NAMES = {"mask": "LEANK_MASK", "sink": "LEANK_SINK", "window": "LEANK_WINDOW"}
 DEFAULTS = {"sink": Sizes.sink, "window": Sizes.window}
+OF_LAYOUTS = {"sink": 64, "window": 256}  # whole pages; whole tokens decide what fits, not codes
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class ServerSettings(Checked):
     def find(cls, additional: object, environment: Mapping[str, str] = os.environ) -> Self | None:
         """Read the settings of `--additional-config '{"leank": {"mask": PATH}}'`, else of LEANK_MASK and the like.
 
-        What is not given is what the mask was trained with, else 128 and 1024. Returns None without a mask.
+        What is not given is what the mask was trained with, else 128 and 1024, and under a layout of bits always 64
+        and 256. Returns None without a mask.
         Raises ValueError for unknown names and wrong values, FileNotFoundError without the file.
         """
         given = {name: environment[variable] for name, variable in NAMES.items() if environment.get(variable)}
@@ -47,8 +49,7 @@ class ServerSettings(Checked):
             return None
         mask = mask_file(given["mask"]).resolve()
         loaded = ChannelMask.load(mask)
-        loaded.refuse_precision(f"LEANK_MASK={mask}: vLLM")
-        trained = loaded.metadata
+        trained = OF_LAYOUTS if loaded.precision is not None else loaded.metadata
         sizes = {name: str(given.get(name, trained.get(name, DEFAULTS[name]))) for name in DEFAULTS}
         try:
             return cls(str(mask), **{name: int(tokens) for name, tokens in sizes.items()})
@@ -73,12 +74,19 @@ def check_version() -> None:
 
 def check_config(config: Any, settings: ServerSettings) -> None:
     """Raise ValueError that names the first thing in vLLM's configuration that cannot be served with a mask."""
+    from vllm.platforms import current_platform
+
     for wrong, cure in _wrong(config, settings):
         if wrong:
             raise ValueError(f"LEANK_MASK={settings.mask}: {cure}")
     mask = ChannelMask.load(settings.mask)
     mask.check_model(config.model_config.hf_text_config)
-    PageLayout.of(mask.keep, config.cache_config.block_size, settings.sink, settings.window)
+    if mask.precision is not None and current_platform.is_cuda():
+        raise ValueError(f"LEANK_MASK={settings.mask}: bits per channel are served on a CPU alone; take a mask without")
+    try:
+        page_layout(mask, config.cache_config.block_size, settings.sink, settings.window, config.model_config.dtype)
+    except ValueError as error:
+        raise ValueError(f"LEANK_MASK={settings.mask}: {error}") from None
 
 
 def _wrong_on_gpu(config: Any) -> Iterator[tuple[bool, str]]:

@@ -53,6 +53,7 @@ from leank import backbone
 from leank.eval.benchmarks.ruler import Ruler
 from leank.eval.cache import compressed_cache
 from leank.eval.serving import check
+from leank.eval.serving.settings import ServerSettings
 from leank.mask import ChannelMask
 from leank.shipped import resolve
 from leank.versions import CACHE
@@ -65,7 +66,7 @@ MASK = REFERENCE / "mask_70pct.safetensors"
 TASKS = ("niah_single_2", "niah_multikey_2", "niah_multivalue", "vt")
 LENGTHS = (800, 1200, 1600)
 LAST = (8, 40, 150, 400, 2000, 2000, 2000)  # tokens that stay of a prompt, counted from its end
-SINK, WINDOW, REPLY = 16, 144, 32
+REPLY = 32
 PREEMPT_EVERY = 12  # steps
 WHOLE = {
     "enable_chunked_prefill": False, "enable_prefix_caching": False, "max_num_batched_tokens": 4096,
@@ -171,12 +172,17 @@ def requests(count: int, seed: int) -> tuple[list[list[int]], list[int]]:
 
 
 @torch.no_grad()
-def by_cache(model: PreTrainedModel, mask: ChannelMask, prompt: list[int], tokens: int, ends: list[int]) -> Served:
-    """The reply of `compressed_cache`; each token leaves the window by itself, as in a server."""
-    cache = compressed_cache(model, mask, SINK, WINDOW, flush=1)
+def by_cache(
+    model: PreTrainedModel, mask: ChannelMask, ends: tuple[int, int], prompt: list[int], tokens: int, stops: list[int]
+) -> Served:
+    """The reply of `compressed_cache`; tokens leave the window as in a server: one by one, or page by page.
+
+    ends: tokens of sink and window. tokens: most of the reply. stops: tokens that end it.
+    """
+    cache = compressed_cache(model, mask, *ends, **({"flush": 1} if mask.precision is None else {"grid": "absolute"}))
     ids, logprobs = torch.tensor([prompt]), []
     reply: list[int] = []
-    while len(reply) < tokens and not (reply and reply[-1] in ends):
+    while len(reply) < tokens and not (reply and reply[-1] in stops):
         logits = model(input_ids=ids, **{CACHE: cache}).logits[0, -1].float().log_softmax(-1)
         reply.append(int(logits.argmax()))
         logprobs.append(float(logits.max()))
@@ -189,8 +195,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     prompts, tokens = requests(args.requests[0], args.seed)
     if args.variant == "cache":
         mask, loaded = ChannelMask.load(args.mask), backbone.load("reference", "float32", torch.device("cpu"))
-        ends = backbone.eos_ids(loaded.model, loaded.tokenizer)
-        replies = [by_cache(loaded.model, mask, *request, ends) for request in zip(prompts, tokens, strict=True)]
+        found = ServerSettings.find({"leank": {"mask": str(args.mask)}}, {})
+        assert found is not None
+        stops, ends = backbone.eos_ids(loaded.model, loaded.tokenizer), (found.sink, found.window)
+        replies = [by_cache(loaded.model, mask, ends, *request, stops) for request in zip(prompts, tokens, strict=True)]
         return {"replies": [vars(reply) for reply in replies]}
     settings = {"max_model_len": 2048, "max_num_seqs": 16, "block_size": args.block_size, "dtype": args.dtype}
     llm = engine(None if args.variant == "stock" else args.mask, **{**settings, **VARIANTS[args.variant]})

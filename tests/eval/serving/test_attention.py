@@ -1,7 +1,5 @@
 """The page layout, in which every column of a token lies in one place, and attention over such pages."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,12 +9,11 @@ from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
 from leank.eval.serving import attention
-from leank.eval.serving.attention import Step, attend
 from leank.eval.serving.layout import LINE, STRIPE, PageLayout
-from leank.eval.serving.plan import RestBlocks
 from leank.mask import ChannelMask
 from tests import ROOT
 from tests.helpers.largest import Largest
+from tests.helpers.serving import Server
 from tests.oracles import cache_attention as naive
 from tests.oracles.attention import attention as attend_plainly
 from tests.oracles.attention import causal
@@ -134,43 +131,10 @@ HEADS, GROUP, DIM, SINK, WINDOW = 3, 2, 32, 4, 24
 SCALE = DIM**-0.5
 
 
-class Server:
-    """Pages, and a block table per request, as a server would fill them; pages start as NaN."""
-
-    def __init__(self, seed, block=16, dtype=torch.float64):
-        self.generator = torch.Generator().manual_seed(seed)
-        self.keep = torch.rand(1, HEADS, DIM, generator=self.generator) < 0.4
-        self.keep[0, 1] = False
-        self.layout = PageLayout.of(self.keep, block, SINK, WINDOW)
-        self.rest = RestBlocks(self.layout.rest.block, block, SINK, WINDOW)
-        self.pages = torch.full((300, self.layout.page_columns), torch.nan, dtype=dtype)
-        self.free = (torch.randperm(299, generator=self.generator) + 1).tolist()
-        self.tables = {}
-
-    def grow(self, name, end):
-        kept, rest = self.tables.setdefault(name, ([], []))
-        kept += [self.free.pop() for _ in range(-(-end // self.layout.kept.block) - len(kept))]
-        rest += [self.free.pop() if real else 0 for real in self.rest.new(len(rest), end)]
-
-    def step(self, requests):
-        """Compute new positions: (name, prompt, k, v, q of the new positions, end) each; returns their outputs."""
-        for name, _, k, _, _, end in requests:
-            self.grow(name, end)
-            rest = self.tables[name][1]
-            for page in range(self.rest.sink_pages, self.rest.first_in_window(end - len(k))):
-                if rest[page]:  # a server frees what left the window: it may be overwritten
-                    self.pages[rest[page]] = torch.nan
-                    rest[page] = 0
-        tables = [[self.tables[name][group] for name, *_ in requests] for group in (0, 1)]
-        tables = [torch.tensor([t + [0] * (max(map(len, ts)) - len(t)) for t in ts]) for ts in tables]
-        starts = [0, *torch.tensor([len(k) for _, _, k, *_ in requests]).cumsum(0).tolist()]
-        step = Step(self.layout, starts, [r[5] for r in requests], [r[1] for r in requests], *tables)
-        k, v, q = (torch.cat([r[i] for r in requests]) for i in (2, 3, 4))
-        for group, slots in zip((self.layout.kept, self.layout.rest), step.slots, strict=True):
-            group.write(self.pages, 0, slots, k, v)
-        out = torch.full_like(q, torch.nan)
-        attend(step, 0, self.pages, q, k, v, SCALE, out)
-        return [out[a:b] for a, b in pairwise(starts)]
+def server_of(seed, block=16, dtype=torch.float64):
+    keep = torch.rand(1, HEADS, DIM, generator=torch.Generator().manual_seed(seed)) < 0.4
+    keep[0, 1] = False
+    return keep, Server(PageLayout.of(keep, block, SINK, WINDOW), seed, dtype)
 
 
 def tokens(generator, n, dtype=torch.float64):
@@ -203,59 +167,59 @@ def plainly(keep, k, v, q, first, chunk):
 
 @pytest.mark.parametrize(("block", "seed"), [(16, 0), (32, 1), (48, 2), (128, 3)])
 def test_requests_that_decode_together_read_what_a_compressed_cache_reads(block, seed):
-    server = Server(seed, block)
+    keep, server = server_of(seed, block)
     lengths = {"short": 2, "in the window": 20, "long": 90, "longer": 131}
     held = {name: tokens(server.generator, prompt + 30) for name, prompt in lengths.items()}
-    wanted = {n: decoded_by_the_cache(server.keep, p, *held[n]) for n, p in lengths.items()}
-    server.step([(n, p, *(x[:p] for x in held[n]), p) for n, p in lengths.items()])
+    wanted = {n: decoded_by_the_cache(keep, p, *held[n]) for n, p in lengths.items()}
+    server.step([(n, p, *(x[:p] for x in held[n]), p) for n, p in lengths.items()], SCALE)
     for new in range(30):
         ends = {n: p + new + 1 for n, p in lengths.items()}
         requests = [(n, lengths[n], *(x[end - 1 : end] for x in held[n]), end) for n, end in ends.items()]
-        for name, out in zip(lengths, server.step(requests), strict=True):
+        for name, out in zip(lengths, server.step(requests, SCALE), strict=True):
             torch.testing.assert_close(out[0], wanted[name][new])
 
 
 @pytest.mark.parametrize("chunk", [7, 16, 40, 200])
 def test_chunks_read_a_pruned_middle_and_all_of_themselves(chunk):
-    server = Server(4)
+    keep, server = server_of(4)
     k, v, q = tokens(server.generator, 150)
     for first in range(0, 150, chunk):
         end = min(150, first + chunk)
-        (out,) = server.step([("a", 150, k[first:end], v[first:end], q[first:end], end)])
-        torch.testing.assert_close(out, plainly(server.keep, k, v, q, first, end - first))
+        (out,) = server.step([("a", 150, k[first:end], v[first:end], q[first:end], end)], SCALE)
+        torch.testing.assert_close(out, plainly(keep, k, v, q, first, end - first))
 
 
 @pytest.mark.parametrize("logits", [attention.LOGITS, 3000, 1])
 def test_positions_that_a_preempted_request_generated_read_what_they_read_before(logits, monkeypatch):
     monkeypatch.setattr(attention, "LOGITS", logits)
-    server = Server(5)
+    keep, server = server_of(5)
     k, v, q = tokens(server.generator, 140)
-    wanted = decoded_by_the_cache(server.keep, 60, k, v, q)
-    (out,) = server.step([("again", 60, k, v, q, 140)])
-    torch.testing.assert_close(out[:60], plainly(server.keep, k, v, q, 0, 60))
+    wanted = decoded_by_the_cache(keep, 60, k, v, q)
+    (out,) = server.step([("again", 60, k, v, q, 140)], SCALE)
+    torch.testing.assert_close(out[:60], plainly(keep, k, v, q, 0, 60))
     torch.testing.assert_close(out[60:], wanted)
-    (first,) = server.step([("in chunks", 60, k[:100], v[:100], q[:100], 100)])
-    (second,) = server.step([("in chunks", 60, k[100:], v[100:], q[100:], 140)])
+    (first,) = server.step([("in chunks", 60, k[:100], v[:100], q[:100], 100)], SCALE)
+    (second,) = server.step([("in chunks", 60, k[100:], v[100:], q[100:], 140)], SCALE)
     torch.testing.assert_close(torch.cat([first, second])[60:], wanted)
 
 
 def test_a_long_reply_that_is_computed_again_takes_no_more_memory_than_its_k_and_v(monkeypatch):
     monkeypatch.setattr(attention, "LOGITS", 2**14)
-    server = Server(7)
+    _, server = server_of(7)
     k, v, q = tokens(server.generator, 1200)
-    server.step([("again", 100, k[:100], v[:100], q[:100], 100)])
+    server.step([("again", 100, k[:100], v[:100], q[:100], 100)], SCALE)
     with Largest() as largest:
-        server.step([("again", 100, k[100:], v[100:], q[100:], 1200)])
+        server.step([("again", 100, k[100:], v[100:], q[100:], 1200)], SCALE)
     assert largest.numbers <= q.numel()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_dtypes_are_close(dtype):
-    server = Server(6, dtype=dtype)
+    keep, server = server_of(6, dtype=dtype)
     k, v, q = tokens(server.generator, 100, dtype)
-    (out,) = server.step([("a", 99, k[:99], v[:99], q[:99], 99)])
-    (last,) = server.step([("a", 99, k[99:], v[99:], q[99:], 100)])
+    (out,) = server.step([("a", 99, k[:99], v[:99], q[:99], 99)], SCALE)
+    (last,) = server.step([("a", 99, k[99:], v[99:], q[99:], 100)], SCALE)
     wide = [x.double() for x in (k, v, q)]
     close = {"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 3e-2, "rtol": 3e-2}
-    torch.testing.assert_close(out.double(), plainly(server.keep, *wide, 0, 99), **close)
-    torch.testing.assert_close(last.double(), plainly(server.keep, *wide, 99, 1), **close)
+    torch.testing.assert_close(out.double(), plainly(keep, *wide, 0, 99), **close)
+    torch.testing.assert_close(last.double(), plainly(keep, *wide, 99, 1), **close)

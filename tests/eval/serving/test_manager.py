@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from leank.eval.cache.storage.segment import PAGE
+from leank.eval.serving.coded import CodedLayout
 from leank.eval.serving.layout import PageLayout
+from leank.precision import Precision
 
 pytestmark = [
     pytest.mark.vllm,
@@ -40,7 +43,7 @@ def test_lengths_of_prompts_are_asked_for_only_where_a_reply_is_computed_again()
 class Books:
     """A manager, and what was written to each page of each group: the whole prefix up to each position."""
 
-    def __init__(self, blocks, caching, every, step):
+    def __init__(self, blocks, caching, every, step, coded=False):
         from vllm.sampling_params import SamplingParams
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -55,17 +58,26 @@ class Books:
         init_none_hash(sha256)
         keep = torch.zeros(1, 2, 32, dtype=torch.bool)
         keep[0, 0, :16] = True
-        self.layout = layout = PageLayout.of(keep, BLOCK, SINK, WINDOW)
+        layout = PageLayout.of(keep, BLOCK, SINK, WINDOW)
+        if coded:
+            precision = Precision(8 * keep.to(torch.uint8), torch.full((1, 2), 8, dtype=torch.uint8))
+            layout = CodedLayout.of(precision, PAGE, PAGE, 2 * PAGE, torch.float32)
+        self.layout, block = layout, layout.kept.block
         common = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32, "page_size_padded": 10**6}
-        kept = FullAttentionSpec(block_size=BLOCK, **common)
-        sizes = {"block_size": layout.rest.block, "sliding_window": WINDOW + 1, "sink": SINK, "hit": BLOCK}
+        kept = FullAttentionSpec(block_size=block, **common)
+        sizes = {
+            "block_size": layout.rest.block,
+            "sliding_window": layout.window + 1,
+            "sink": layout.sink,
+            "hit": block,
+        }
         groups = [
             KVCacheGroupSpec(["kept"], kept),
-            KVCacheGroupSpec(["rest"], RestSpec(**sizes, every=every, hits=caching, **common)),
+            KVCacheGroupSpec(["rest"], RestSpec(**sizes, every=every, hits=caching, grain=layout.grain, **common)),
         ]
         config = KVCacheConfig(blocks, [], groups, prefix_cache_retention_interval=every)
         self.manager = KVCacheManager(
-            config, 1000, BLOCK, layout.rest.block, max_in_flight_tokens=step, enable_caching=caching
+            config, 1000, block, layout.rest.block, max_in_flight_tokens=step, enable_caching=caching
         )
         self.most = self.manager.coordinator.single_type_managers[1].cap
         self.content, self.hits = {}, 0
@@ -96,7 +108,8 @@ class Books:
     def read(self, request, first):
         tokens = tuple(request.all_token_ids)
         for group, table in self.pages(request):
-            whole = {*range(min(SINK, first)), *range(max(0, first - WINDOW), first)}
+            window = max(0, self.layout.window_start(first))
+            whole = {*range(min(self.layout.sink, first)), *range(window, first)}
             for at in whole if group is self.layout.rest else range(first):
                 block = table[at // group.block]
                 assert block, (request.request_id, at, first)
@@ -113,13 +126,18 @@ class Books:
                     self.content[table[at // group.block], at % group.block] = id(group), tokens[: at + 1]
 
 
-@pytest.mark.parametrize(("caching", "every"), [(False, 0), (True, 0), (True, 32), (True, 96)])
+@pytest.mark.parametrize(
+    ("coded", "caching", "every"),
+    [(False, False, 0), (False, True, 0), (False, True, 32), (False, True, 96), (True, False, 0), (True, True, 0),
+     (True, True, 128)],
+)  # fmt: skip
 @pytest.mark.parametrize("step", [20, 64, 1000])
-def test_every_step_finds_its_pages(caching, every, step):
+def test_every_step_finds_its_pages(coded, caching, every, step):
     draw = random.Random(step + every)
-    books = Books(60, caching, every, step)
+    books = Books(220 if coded else 60, caching, every, step, coded)
     pool, running, made, preempted = books.manager.block_pool, [], 0, 0
-    prefixes = [[draw.randrange(50) for _ in range(draw.choice([16, 70, 160]))] for _ in range(3)]
+    longest = [64, 200, 320] if coded else [16, 70, 160]
+    prefixes = [[draw.randrange(50) for _ in range(draw.choice(longest))] for _ in range(3)]
     for _ in range(1500):
         if len(running) < 6 and made < 60:
             prompt = draw.choice(prefixes) + [draw.randrange(50) for _ in range(draw.randint(1, 90))]

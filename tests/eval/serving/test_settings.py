@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from leank.eval.serving import guard, plan, plugin, serve
+from leank.eval.serving.coded import page_layout
 from leank.eval.serving.plan import RestBlocks, Server
 from leank.eval.serving.settings import NAMES, ServerSettings
 from leank.mask import ChannelMask
@@ -32,6 +33,14 @@ def test_sink_and_window_are_those_of_the_training_unless_given():
     )
     assert given == ServerSettings(str(MASK), 4, 64)
     assert ServerSettings.find(None, given.export()) == given
+
+
+LAYOUT = ROOT / "leank_train/assets/masks/smollm2/bits/20pct_seed41.safetensors"
+
+
+def test_layouts_of_bits_have_whole_pages_at_both_ends():
+    assert ServerSettings.find(None, {"LEANK_MASK": str(LAYOUT)}) == ServerSettings(str(LAYOUT), 64, 256)
+    assert ServerSettings.find({"leank": {"mask": str(LAYOUT), "sink": 0}}, {}) == ServerSettings(str(LAYOUT), 0, 256)
 
 
 @pytest.mark.parametrize(
@@ -140,12 +149,15 @@ def test_every_engine_is_asked():
 
 
 PAGE = {"attention": {guard.PRUNED: 7}, "block": 32, "block_bytes": 180_224}
+CODED = page_layout(ChannelMask.load(LAYOUT), 64, 64, 256, torch.float32).page_bytes
 DENSE = {**PAGE, "attention": {"vllm.CPUAttention": 7}}
 
 
 @pytest.mark.parametrize(
     ("mask", "extension", "reports", "said"),
     [
+        (LAYOUT, guard.WORKER, [{**PAGE, "block": 64, "block_bytes": CODED}], None),
+        (LAYOUT, guard.WORKER, [{**PAGE, "block": 64, "block_bytes": 64}], "holds blocks of 64 bytes, and those of"),
         (MASK, guard.WORKER, [PAGE, PAGE], None),
         (None, guard.WORKER, [PAGE], "no mask was given"),
         (MASK, guard.WORKER, [], "no worker has answered"),
@@ -169,12 +181,20 @@ def test_a_server_that_is_dense_is_noticed(clean, mask, extension, reports, said
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_the_bytes_that_the_reference_mask_saves_become_tokens(block):
-    keep = ChannelMask.load(MASK).keep
+    mask = ChannelMask.load(MASK)
     server = Server(2**30, longest=8192, step=8192, block=block, itemsize=4, hits=False)
-    gain = server.pruned(keep, 16, 144) / server.stock(keep)
-    assert 2.25 < gain < server.by_bytes(keep, 16, 144) < 2.54
+    gain = server.pruned(mask, 16, 144) / server.stock(mask.keep)
+    assert 2.25 < gain < server.by_bytes(mask, 16, 144) < 2.54
     in_steps = replace(server, step=512)
-    assert in_steps.pruned(keep, 16, 144) < server.pruned(keep, 16, 144)
+    assert in_steps.pruned(mask, 16, 144) < server.pruned(mask, 16, 144)
+
+
+def test_the_bytes_that_a_layout_saves_become_tokens():
+    """Nearly all of them, beyond sink and window, which are held whole twice where there are prefix hits."""
+    mask = ChannelMask.load(LAYOUT)
+    server = Server(2**34, longest=32768, step=8192, block=64)
+    gain, bound = server.pruned(mask, 64, 256) / server.stock(mask.keep), server.by_bytes(mask, 64, 256)
+    assert 0.8 * bound < gain < bound < 1 / mask.middle_bytes
 
 
 def test_the_plan_is_printed(capsys):
@@ -199,9 +219,17 @@ def test_a_plan_of_no_server_is_refused_in_one_line(arguments, said):
 
 
 sizes = st.builds(
-    lambda block, times, sink, window, every: RestBlocks(block, block * times, sink, window, every * block * times),
+    lambda block, times, sink, window, every, grain: RestBlocks(
+        block, block * times, sink, window, every * block * times, grain
+    ),
     st.integers(1, 16), st.integers(1, 4), st.integers(0, 40), st.integers(1, 100), st.integers(0, 6),
+    st.sampled_from([1, 1, 8, 50]),
 )  # fmt: skip
+
+
+def window_of(rest, end):
+    """The pages that a step behind `end` positions reads besides the sink."""
+    return pages_of((end - rest.window) // rest.grain * rest.grain, end, rest.block)
 
 
 def pages_of(first, end, block):
@@ -220,7 +248,7 @@ def test_what_the_next_step_reads_is_stored_and_the_bound_holds(rest, steps):
         end += new
         held = {i for i, real in enumerate(table) if real}
         assert len(held) <= most
-        whole = pages_of(0, min(rest.sink, end), rest.block) | pages_of(end - rest.window, end, rest.block)
+        whole = pages_of(0, min(rest.sink, end), rest.block) | window_of(rest, end)
         assert whole <= held
 
 
@@ -228,7 +256,7 @@ def test_what_the_next_step_reads_is_stored_and_the_bound_holds(rest, steps):
 @given(rest=sizes, start=st.integers(0, 20), new=st.integers(1, 300))
 def test_the_bound_holds_behind_a_prefix_hit(rest, start, new):
     hit, end = start * rest.hit, start * rest.hit + new
-    held = pages_of(0, min(rest.sink, hit), rest.block) | pages_of(hit - rest.window, hit, rest.block)
+    held = pages_of(0, min(rest.sink, hit), rest.block) | window_of(rest, hit)
     pages = -(-hit // rest.block)
     held |= {pages + i for i, real in enumerate(rest.new(pages, end)) if real}
     assert len(held) <= rest.most(end, end, hits=True)
@@ -239,10 +267,10 @@ def test_the_bound_holds_behind_a_prefix_hit(rest, start, new):
 def test_a_prompt_sent_again_finds_its_window(rest, end):
     held = {i for i, real in enumerate(rest.new(0, end)) if real}
     hit = (end - 1) // rest.hit * rest.hit
-    assert pages_of(hit - rest.window, hit, rest.block) <= held
+    assert window_of(rest, hit) <= held
     if rest.every and end > rest.every:
         mark = end // rest.every * rest.every
-        assert pages_of(mark - rest.window, mark, rest.block) <= held
+        assert window_of(rest, mark) <= held
 
 
 def test_a_long_step_stores_little():

@@ -16,6 +16,7 @@ import torch
 
 from leank.eval.serving.plan import Server
 from leank.mask import ChannelMask
+from leank.precision import Precision
 from scripts.bench.serving import compare
 from tests import ROOT
 
@@ -109,11 +110,89 @@ def test_several_replies_prefix_hits_and_the_planner():
     found = json.loads(python("-c", ENGINE).splitlines()[-1])
     pages = 8192 // 32 + 1 + 2 * 12
     plan = Server(2**30, longest=8192, step=8192, block=32, itemsize=4)
-    assert int(found["blocks"] / pages * 8192) == plan.pruned(ChannelMask.load(MASK).keep, 16, 144)
+    assert int(found["blocks"] / pages * 8192) == plan.pruned(ChannelMask.load(MASK), 16, 144)
     assert found["groups"] == [32, 16]
     assert len({tuple(tokens) for tokens in found["several"]}) == 3
     assert found["again"] == found["first"]
     assert found["cached"][1] == (found["tokens"] - 1) // 32 * 32
+
+
+@pytest.fixture(scope="module")
+def layout(tmp_path_factory):
+    """A layout of bits for the reference model: channels of its mask in 8 bits, others in few or none."""
+    trained, draw = ChannelMask.load(MASK), torch.Generator().manual_seed(1)
+    few = torch.tensor([0, 2, 3, 4], dtype=torch.uint8)[torch.randint(4, trained.keep.shape, generator=draw)]
+    keys = few.masked_fill(trained.keep, 8) * trained.keep.any(-1, keepdim=True)
+    values = torch.tensor([2, 3, 4, 8], dtype=torch.uint8)[torch.randint(4, keys.shape[:2], generator=draw)]
+    precision, path = Precision(keys, values), tmp_path_factory.mktemp("layout") / "mask.safetensors"
+    ChannelMask(precision.keep, precision=precision).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def by_cache_of_codes(tmp_path_factory, layout):
+    return served(tmp_path_factory.mktemp("cache"), "cache", "--mask", str(layout))
+
+
+@pytest.mark.parametrize(("variant", "block"), [("together", "128"), ("preempted", "64"), ("prefixes", "64")])
+def test_replies_over_codes_are_those_of_the_compressed_cache(tmp_path, layout, by_cache_of_codes, variant, block):
+    """On the absolute grid; preempted and resumed requests, too. A hit of these requests lies in sink and window."""
+    found = compare(by_cache_of_codes, served(tmp_path, variant, "--mask", str(layout), "--block-size", block))
+    assert found["equal"] == found["requests"]
+    assert found["largest difference of logprobs"] < 1e-3
+    assert found["pages held at the end"] == 0
+    assert bool(found["preemptions"]) == (variant == "preempted")
+    assert bool(found["tokens from the prefix cache"]) == (variant == "prefixes")
+
+
+CODES = """
+import json, sys
+from scripts.bench.serving import engine, pages_held
+from vllm import SamplingParams
+from leank.eval.serving import check
+how, mask = sys.argv[1:]
+settings = {"hit": {}, "steps": {"enable_prefix_caching": False, "enable_chunked_prefill": True}}[how]
+llm = engine(mask, block_size=64, max_model_len=2048, kv_cache_memory_bytes=2**28,
+             **{"max_num_batched_tokens": 2048 if how == "hit" else 896, **settings})
+check(llm)
+core, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
+prefix = [7 + 11 * i % 900 for i in range(896)]
+prompts = [prefix + [5 + (n + 3 * i) % 800 for i in range(n)] for n in (1, 64, 205)]
+def replies(prompts, preempt_at=None):
+    done, params = {}, SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        core.add_request(str(i), {"prompt_token_ids": prompt}, params)
+        steps = 0
+        while core.has_unfinished_requests():
+            steps += 1
+            if steps == preempt_at:
+                scheduler.reset_prefix_cache(reset_running_requests=True)
+            for output in core.step():
+                if output.finished:
+                    done[i] = list(output.outputs[0].token_ids), output.num_cached_tokens
+    return [done[i] for i in range(len(prompts))]
+found = {}
+if how == "hit":
+    replies([prefix + [3]])
+    found["hit"] = replies(prompts)
+else:
+    found["whole"] = replies(prompts)
+    found["resumed"] = replies(prompts, preempt_at=70)
+print(json.dumps({**found, "held": pages_held(llm), "tokens": core.vllm_config.cache_config.kv_cache_size_tokens}))
+"""
+
+
+def test_a_hit_and_a_resumed_request_read_the_codes_of_others_and_give_equal_replies(layout):
+    """The prefix is beyond sink and window, so all that follow it read codes: of another request, or their own."""
+    hit, steps = (json.loads(python("-c", CODES, how, str(layout)).splitlines()[-1]) for how in ("hit", "steps"))
+    assert [cached for _, cached in hit["hit"]] == [896, 896, 896]
+    assert [reply for reply, _ in hit["hit"]] == [reply for reply, _ in steps["whole"]]
+    assert [reply for reply, _ in steps["resumed"]] == [reply for reply, _ in steps["whole"]]
+    assert hit["held"] == steps["held"] == 0
+    mask = ChannelMask.load(layout)
+    for found, step, hits in ((hit, 2048, True), (steps, 896, False)):
+        plan = Server(2**28, longest=2048, step=step, block=64, itemsize=4, hits=hits)
+        assert found["tokens"] == plan.pruned(mask, 64, 256)
 
 
 REFUSAL = """
@@ -129,7 +208,7 @@ for settings in json.loads(sys.argv[1]):
 """
 
 
-def test_what_cannot_be_served_is_refused_before_weights_load(tmp_path):
+def test_what_cannot_be_served_is_refused_before_weights_load(tmp_path, layout):
     def model(**changes):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
@@ -143,10 +222,16 @@ def test_what_cannot_be_served_is_refused_before_weights_load(tmp_path):
     beside = model()
     (tmp_path / "0" / "mask.safetensors").write_bytes(MASK.read_bytes())
     ours = {"model": str(REFERENCE), "additional_config": {"leank": {"mask": str(MASK)}}}
+    coded = {**ours, "block_size": 64, "additional_config": {"leank": {"mask": str(layout)}}}
+    narrow = {"leank": {"mask": str(layout), "window": 200}}
     cases = [
         (ours, "taken"),
         ({**ours, "model": model(num_hidden_layers=6)}, "shape"),
         ({**ours, "block_size": 24}, "block_size=24"),
+        (coded, "taken"),
+        ({**coded, "block_size": 32}, "block_size=32 must be a multiple of 64"),
+        ({**coded, "additional_config": narrow}, "window=200 must be a multiple of 64"),
+        ({**coded, "max_model_len": 256}, "window=256 is no less than max-model-len=256"),
         ({**ours, "kv_cache_dtype": "fp8"}, "kv-cache-dtype=fp8"),
         ({**ours, "tensor_parallel_size": 2}, "tensor-parallel-size=2"),
         ({**ours, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative"),
