@@ -29,7 +29,6 @@ from leank.eval.report.groups import flat
 from leank.eval.report.summary import summarise
 from leank.eval.rows import GLOB, read
 from leank.files import name_of, write_text
-from leank_train.settings import NOT_IN_HASH, plain
 
 RESULT, RECORD, AGAIN = "metrics.json", "multirun.yaml", ".rerun"
 OWN, AVERAGE, DENSE, RATIO = "validation", "average", "dense", "pruning.ratio"
@@ -131,6 +130,8 @@ def rerun(sweep: Path, at_once: int) -> int:
 
 def scores(sweep: Path) -> pd.DataFrame:
     """Every score (0-100) of every member that is done: settings that differ, seed, source, method, task, score."""
+    from leank_train.settings import NOT_IN_HASH, plain  # seconds
+
     found, configs = {}, {}
     for folder in sorted(file.parent for file in sweep.rglob(RESULT)):
         config = plain(OmegaConf.load(folder / "config.yaml"))  # type: ignore[arg-type]

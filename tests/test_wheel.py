@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import venv
 import zipfile
 
 import pytest
@@ -139,6 +140,17 @@ def test_a_command_says_which_extra_it_lacks(light, command, said):
 def test_a_function_says_which_extra_it_lacks(light):
     done = light("-c", "from leank.eval.metrics.text import rouge_l; rouge_l('a', 'a')")
     assert done.stderr.strip().endswith("MissingExtra: ROUGE needs the extra eval: pip install 'leank[eval]'")
+
+
+@pytest.mark.slow
+def test_a_fresh_environment_has_all_that_a_plain_installation_needs(wheel, tmp_path):
+    """It installs from the package index, which takes minutes."""
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env/bin/python"
+    subprocess.run([python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel], check=True)
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "models"), "HF_HUB_OFFLINE": "1"}
+    said = subprocess.run([python, "-c", GENERATE], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert re.match(r"4 .* of dense", said.stdout)
 
 
 @pytest.mark.slow
