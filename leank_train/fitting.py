@@ -26,13 +26,12 @@ from leank_train.objective import steering
 from leank_train.run_folder import Run
 from leank_train.running import parallel
 from leank_train.running.preempt import SaveOnSignal, Signals
-from leank_train.running.progress import StageProgress
+from leank_train.running.progress import Meter, StageProgress
 from leank_train.running.recorder import AtomicCheckpointIO, Recorder, check_origin, cure_of, restoring
 from leank_train.settings import RunConfig
 from leank_train.stages import Stage, StageConfig
 
 log = logging.getLogger("leank_train")
-CALIBRATION = 16  # documents behind the mean keys
 LOOKS = TypeAdapter(list[tuple[int, float]], config=STRICT)
 RISE = 0.2  # share of a stage in which the learning rate rises
 
@@ -61,20 +60,21 @@ def calibrate(config: RunConfig, backbone: Backbone) -> Tensor:
     """
     documents, pruning = config.mixture(backbone, per_length=config.data.documents), config.pruning
     total, tokens = torch.zeros(tuple(backbone.shape), dtype=torch.float64), 0
-    for i in range(CALIBRATION):
-        batch = collate(backbone, [documents[3 * HELD_OUT + i]]).to(backbone.model.device)
-        prefix = prefill(
-            backbone.model, batch.documents.ids, batch.documents.lengths, kernel=config.trainer.prefill_kernel
-        )
-        middle = slice(pruning.sink, int(batch.documents.lengths[0]) - pruning.window)
-        if middle.stop <= middle.start:
-            continue
-        total += torch.stack([keys[0, :, middle].double().sum(1) for keys in prefix.keys]).cpu()
-        tokens += middle.stop - middle.start
+    with Meter("means: the keys that stand for pruned channels", config.data.calibration, "document") as meter:
+        for i in range(config.data.calibration):
+            batch = collate(backbone, [documents[3 * HELD_OUT + i]]).to(backbone.model.device)
+            prefix = prefill(
+                backbone.model, batch.documents.ids, batch.documents.lengths, kernel=config.trainer.prefill_kernel
+            )
+            middle = slice(pruning.sink, int(batch.documents.lengths[0]) - pruning.window)
+            if middle.stop > middle.start:
+                total += torch.stack([keys[0, :, middle].double().sum(1) for keys in prefix.keys]).cpu()
+                tokens += middle.stop - middle.start
+            meter.update()
     if not tokens:
         raise ValueError(
-            f"pruning.compensation=mean: none of {CALIBRATION} documents has a middle behind sink={pruning.sink} and "
-            f"before window={pruning.window}; raise data.min_length"
+            f"pruning.compensation=mean: none of {config.data.calibration} documents has a middle behind "
+            f"sink={pruning.sink} and before window={pruning.window}; raise data.min_length"
         )
     return (total / tokens).float()
 

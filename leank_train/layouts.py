@@ -16,6 +16,7 @@ With widths of 0 and 16 bits alone, and a budget of channels, this learns masks:
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +25,12 @@ from torch import Tensor
 
 from leank.allocation import Grid, allocate, blocks, channel_scores, first_gains, gains
 from leank.backbone import Backbone
+from leank.data_gen.amount import amount
 from leank.eval.cache.attention.softmax import Softmax
 from leank.head import LOGITS_AT_ONCE, Head
 from leank.mask import ChannelMask
 from leank.precision import GROUP, KEY_BITS, VALUE_BITS, WHOLE, value_group
+from leank.tensor_files import read_checkpoint, write_checkpoint
 from leank_train.data import HELD_OUT, Batch, collate
 from leank_train.forward.branching import Branch, Prefix, answer_positions
 from leank_train.forward.fused import fused_attention
@@ -38,6 +41,7 @@ from leank_train.objective.distill import counted
 from leank_train.objective.steering import AUTO
 from leank_train.run_folder import Run
 from leank_train.running.progress import Meter
+from leank_train.running.recorder import check_origin, restoring
 from leank_train.settings import RunConfig
 from leank_train.stages import PruningConfig, Stage, StageConfig, read
 
@@ -49,7 +53,7 @@ HIGHEST = 0.35  # budget of a step: with more bytes nothing is lost that could b
 NOISE = 1e-4  # nats an answer token; differences below it are not worth learning
 RATE = 0.1  # of all steps together, if single documents moved alpha at random: the noise of the factors
 GOLDEN = 0.6180339887498949  # its multiples, modulo 1, fill [0, 1] evenly, however many there are
-DOCUMENTS, DRAWS = 16, 4  # of the closed form: documents, and labels drawn for each answer token
+DRAWS = 4  # of the closed form: labels drawn for each answer token
 
 
 class Losses(NamedTuple):
@@ -277,7 +281,7 @@ class CalibrationPass(StoredPass):
         return self.leaves[layer, part]
 
 
-def closed_form(config: RunConfig, backbone: Backbone, means: Tensor | None) -> Losses:
+def closed_form(config: RunConfig, backbone: Backbone, means: Tensor | None, current: Run | None = None) -> Losses:
     """Return the expected KL to dense, in nats an answer token, that each width costs by itself.
 
     It is the KL's second order in an error e of keys, values or a head's attention: E[(g . e)^2] / 2, where g is the
@@ -285,7 +289,8 @@ def closed_form(config: RunConfig, backbone: Backbone, means: Tensor | None) -> 
     different tokens are taken as independent, so that the squares of g e are summed. What a pruned channel lacks, and
     what attention loses without the middle of a head, are not, so that the sum of g e is squared.
 
-    Documents are those of the run's tasks, which no step trains on.
+    Documents are those of the run's tasks, which no step trains on. After each one the folder of the run `current` has
+    what was found so far, from which the same command goes on; None keeps nothing.
     """
     layers, heads, dim = backbone.shape
     device = backbone.model.device
@@ -293,21 +298,51 @@ def closed_form(config: RunConfig, backbone: Backbone, means: Tensor | None) -> 
     values = torch.zeros(layers, heads, len(KEY_BITS) - 1, dtype=torch.float64, device=device)
     empty = torch.zeros(layers, heads, dtype=torch.float64, device=device)
     generator = torch.Generator(device).manual_seed(config.seed)
-    documents = config.mixture(backbone, per_length=config.data.documents)
-    with Meter("closed form: what each width costs by itself", DOCUMENTS, "document") as meter:
-        for i in range(DOCUMENTS):
+    documents, count, found = config.mixture(backbone, per_length=config.data.documents), config.data.calibration, 0
+    sums, passes = Losses(keys, values, empty), DRAWS + 1  # over a document: forward, and backward for each draw
+    if current is not None:
+        found = _go_on(current, sums, generator)
+    phase = f"closed form: what each width costs by itself, from {amount(count, 'document')}"
+    with Meter(phase, count * passes, "pass", done=found * passes) as meter:
+        for i in range(found, count):
             batch = collate(backbone, [documents[3 * HELD_OUT + i]]).to(device)
             prefix, question, _ = read(backbone.model, batch, config.trainer.prefill_kernel, means)
-            _second_order(config, backbone, batch, prefix, question, generator, Losses(keys, values, empty))
             meter.update()
-    return Losses(keys / DOCUMENTS, values / DOCUMENTS, empty / DOCUMENTS)
+            _second_order(config, backbone, batch, prefix, question, generator, sums, meter)
+            meter.update((i + 1) * passes - meter.n)
+            if current is not None and current.first:
+                state = {"of": _origin(current), "documents": i + 1, "generator": generator.get_state()}
+                write_checkpoint(_kept(current), state | {k: v.cpu() for k, v in sums._asdict().items()})
+    return Losses(*(total / count for total in sums))
+
+
+def _kept(current: Run) -> Path:
+    return current.out / "checkpoints" / "closed_form.ckpt"
+
+
+def _origin(current: Run) -> list[str]:
+    return ["closed form", current.fingerprint]
+
+
+def _go_on(current: Run, sums: Losses, generator: torch.Generator) -> int:
+    """Put what an earlier process found into the sums, and return from how many documents it is."""
+    if not (file := _kept(current)).exists():
+        return 0
+    cure = "remove it, and the closed form begins anew"
+    state = read_checkpoint(file, cure)
+    check_origin(state, _origin(current), file, cure)
+    with restoring(file, cure):
+        for name, total in sums._asdict().items():
+            total.copy_(state[name].view_as(total))
+        generator.set_state(state["generator"])
+        return int(state["documents"])
 
 
 def _second_order(
     config: RunConfig, backbone: Backbone, batch: Batch, prefix: Prefix, question: Branch, generator: torch.Generator,
-    losses: Losses,
+    losses: Losses, meter: Meter,
 ) -> None:  # fmt: skip
-    """Add what the widths cost on one document to the losses."""
+    """Add what the widths cost on one document to the losses; the meter counts the passes."""
     model, pruning, answers, (keys, values, empty) = backbone.model, config.pruning, batch.answers, losses
     whole = torch.full((*keys.shape[:2], keys.shape[2] + 2), float(WHOLE), device=keys.device)
     whole[..., -1] = 1  # the last one is no width, but the share of a head that is there
@@ -339,6 +374,7 @@ def _second_order(
                 keys[layer, :, :, i + 1] += (d_k * error).square().sum((0, 2, 3)) * factor
                 error = rounded(v, width, value_group(v.shape[-2])).double() - v
                 values[layer, :, i] += (d_v.mT * error).square().sum((0, 2, 3)) * factor
+        meter.update()
 
 
 def _towards_labels(head: Head, hidden: Tensor, generator: torch.Generator) -> Tensor:

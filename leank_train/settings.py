@@ -50,6 +50,7 @@ class DataConfig(Checked):
     max_length: Positive
     questions: Positive = 4  # questions per document; they share its prefill
     documents: Annotated[int, Ge(1), Le(4096)] = 1  # documents per step and rank
+    calibration: Annotated[int, Ge(1), Le(4096)] = 16  # documents behind the closed form, and behind the mean keys
     essays: str | None = None  # text of the haystacks, see data_gen.haystack; None is the text shipped with the package
     text: str | None = None  # a text of the user's own, which the tasks text and quote read in place of the essays
     prompts: str | None = None  # JSONL of the user's own prompts, for the task prompts (`leank_train.replies`)

@@ -98,7 +98,7 @@ def train(current: Run, signals: Signals) -> Metrics:
     closed = scores = closed_scores = None
     if config.pruning.learns == "factors" or not config.stage1.steps + config.stage2.steps:
         with memory_advice("in the closed form", "data.max_length"):
-            closed = closed_form(config, backbone, means)
+            closed = closed_form(config, backbone, means, current)
         scores = channel_scores(closed.keys[..., 0], closed.empty, config.pruning.align)
     stage1: Stage1 | MaskStage
     if closed is not None and config.stage1.steps:
@@ -131,7 +131,7 @@ def train_layouts(
     """Learn a layout of bits for each budget, or with stage1.steps=0 take the closed form's; see `run`."""
     config, out = current.config, current.out
     with memory_advice("in the closed form", "data.max_length"):
-        closed = closed_form(config, backbone, means)
+        closed = closed_form(config, backbone, means, current)
     stage = LayoutStage(backbone, config.stage1, config.pruning, closed, parallel=config.trainer, mean_keys=means)
     record = fit(current, stage, "stage1", logger, signals)
     if not current.first:

@@ -8,8 +8,10 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
 
 import torch
 import transformers
@@ -24,10 +26,11 @@ from leank.eval.inference.models import ModelConfig
 from leank.eval.inference.prompts import Prompt, encode_turns, overhead
 from leank.eval.methods import Method
 from leank.eval.rows import Collected, Key, ResultRow, Results, RowSettings
-from leank.eval.run.replay import Answer, Replay, Settings, Warnings
+from leank.eval.run.replay import BETWEEN, Answer, Replay, Settings, Warnings
 
 BAR = "{desc}: {percentage:3.0f}%|{bar:20}| {elapsed}<{remaining}"
 FORMAT = 1  # version of what a row means; part of its key
+Tell: TypeAlias = Callable[[Method, int, int], None]  # of a method that has answered: its number, of how many
 log = logging.getLogger("eval")
 
 
@@ -49,6 +52,23 @@ class CellBatch:
         for start in range(0, len(self.rows), size * self.cell.turns):
             end = start + size * self.cell.turns
             yield CellBatch(self.cell, self.rows[start:end], self.prompts[start:end])
+
+
+class Sign:
+    """A line in the log now and then, for a batch whose methods take long."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def of(self, where: str, method: Method, number: int, methods: int) -> None:
+        """Say that a method has answered, if the last line is some time ago."""
+        if time.perf_counter() - self._last >= BETWEEN:
+            log.info("%s: %s has answered, method %d of %d", where, method.label, number, methods)
+            self.reset()
+
+    def reset(self) -> None:
+        """Count from now: another line stands in the log."""
+        self._last = time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -139,19 +159,22 @@ class Job:
         replay = Replay(model, tokenizer, self.settings)
         replay.calibrate(list(wanted.values()), self.model.chat)
         costs = [len(methods) * len(samples) * (cell.length or 1) for cell, samples, methods in work]
-        said, new, size = Warnings(), 0, self.settings.batch_size
+        said, new, size, sign = Warnings(), 0, self.settings.batch_size, Sign()
         began = time.perf_counter()
         with tqdm(total=sum(costs), bar_format=BAR, disable=None) as bar, logging_redirect_tqdm():  # None: on terminals
             for number, (cell, samples, methods) in enumerate(work, 1):
-                bar.set_description(f"{cell.place}, batch {number} of {len(work)}")
+                where = f"{cell.place}, batch {number} of {len(work)}"
+                bar.set_description(where)
                 batch = self._batch(cell, samples, model, tokenizer)
-                done, size = self._halved_until_it_fits(results, replay, batch, methods, size, said)
+                tell = partial(sign.of, where)
+                done, size = self._halved_until_it_fits(results, replay, batch, methods, size, said, tell)
                 new += done
                 bar.update(costs[number - 1])
                 if number == len(work) or work[number][0] is not cell:
                     left = (time.perf_counter() - began) * sum(costs[number:]) / sum(costs[:number])
                     log.info("%s replayed: batch %d of %d, %s, about %s left", cell.place, number, len(work),
                              amount(new, "new row"), tqdm.format_interval(left))  # fmt: skip
+                    sign.reset()
                     said.stop_if_broken(self.model.name, self.model.dtype)
         return new
 
@@ -178,14 +201,14 @@ class Job:
 
     def _halved_until_it_fits(
         self, results: Results | Collected, replay: Replay, batch: CellBatch, methods: Sequence[Method], size: int,
-        said: Warnings,
+        said: Warnings, tell: Tell,
     ) -> tuple[int, int]:  # fmt: skip
         """Replay a batch, and halve `size` while memory runs out. Returns the new rows and the size that fitted."""
         before, cell = len(results.keys), batch.cell
         while True:
             try:
                 for part in batch.parts(size):
-                    self._replay(results, replay, part, methods, said)
+                    self._replay(results, replay, part, methods, said, tell)
                 return len(results.keys) - before, size
             except (MemoryError, RuntimeError) as error:
                 if not out_of_memory(error):
@@ -201,21 +224,24 @@ class Job:
             log.warning("out of memory at %s: going on with batch_size=%d", cell.place, size)
 
     def _replay(
-        self, results: Results | Collected, replay: Replay, batch: CellBatch, methods: Sequence[Method], said: Warnings
+        self, results: Results | Collected, replay: Replay, batch: CellBatch, methods: Sequence[Method], said: Warnings,
+        tell: Tell,
     ) -> None:  # fmt: skip
-        """Answer a batch with every method that lacks a row of it, and store the rows that are new."""
+        """Answer a batch with every method that lacks a row of it, store the rows that are new, and tell of each."""
         cell, samples = batch.cell, list(zip(batch.rows, batch.prompts, strict=True))
         keys = {id(m): [self.key(m, cell, row.id, prompt.specials) for row, prompt in samples] for m in methods}
         lacking = [m for m in methods if not results.keys.issuperset(keys[id(m)])]
         if not lacking:
             return
-        for method, answers in replay.answers(batch.prompts, batch.rows, lacking, cell.turns, cell.one_cache):
+        asked = replay.answers(batch.prompts, batch.rows, lacking, cell.turns, cell.one_cache)
+        for number, (method, answers) in enumerate(asked, 1):
             for key, (row, prompt), answer in zip(keys[id(method)], samples, answers, strict=True):
                 if key not in results.keys:
                     tokens = _tokens(row, prompt)
                     said.note(method, cell.place, tokens, answer.compressed, answer.dense_only, answer.non_finite,
                               answer.saturated)  # fmt: skip
                     results.append(self.result(key, method, row, prompt, answer))
+            tell(method, number, len(lacking))
 
     def result(self, key: Key, method: Method, row: Row, prompt: Prompt, answer: Answer) -> ResultRow:
         """Return the row that is stored."""

@@ -39,6 +39,7 @@ from leank.typed import BadConfig, Checked, Count, OneOf, Positive
 log = logging.getLogger("eval")
 
 COMPRESS = ("after_question", "before_question")
+BETWEEN = 20.0  # seconds between two lines of progress
 
 
 @dataclass(frozen=True)
@@ -280,8 +281,13 @@ class Replay:
 
     def calibrate(self, methods: Sequence[Method], chat: bool | None = None) -> None:
         """Show calibration samples to the methods that want them. chat: see `ModelConfig.chat`."""
+        last, label = time.perf_counter(), ""
 
         def observe(sample: Sample, queries: int) -> Prefill:
+            nonlocal last
+            if time.perf_counter() - last >= BETWEEN:
+                last = time.perf_counter()
+                log.info("%s is calibrated: sample %d of %s", label, sample.index, sample.task)
             row = Row(sample.task, str(sample.index), sample.context, sample.question, sample.answers,
                       sample.max_new_tokens, "ruler_all", answer_prefix=sample.answer_prefix)  # fmt: skip
             ids, _ = pad_left(
@@ -290,6 +296,7 @@ class Replay:
             return prefill(self.model, ids, None, 0, queries, self.settings.prefill_chunk)
 
         for method in methods:
+            label = method.label
             for choice in method.axes.values():
                 choice.calibrate(observe, self.tokenizer, self.model.config.get_text_config(decoder=True))
 

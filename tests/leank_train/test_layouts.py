@@ -1,6 +1,7 @@
 """Layouts of bits: what a run leaves, that bytes and losses are what they say, and what is refused."""
 
 import json
+import re
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from leank.head import Head
 from leank.mask import ChannelMask
 from leank.precision import KEY_BITS, ROOM, VALUE_BITS
 from leank.shape import DecoderShape
-from leank.tensor_files import read_checkpoint
+from leank.tensor_files import DamagedFile, read_checkpoint
 from leank.typed import BadConfig
 from leank_train import layouts
 from leank_train.data import HELD_OUT, collate
@@ -33,16 +34,9 @@ from tests.helpers.tiny_run import at_step, killed, settings
 LAYOUTS = (
     "stage1=steered", "stage1.steps=6", "stage2.steps=0", "pruning.align=16", "pruning.compensation=mean",
     "pruning.bytes=0.3", "pruning.nested=[0.15,0.5]",
+    "data.calibration=3",  # the closed form takes most of the time of so small a run
 )  # fmt: skip
 BUDGETS = {"masks/layout_15pct": 0.15, "mask": 0.3, "masks/layout_50pct": 0.5}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_documents():
-    """The closed form takes three documents: it takes most of the time of so small a run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layouts, "DOCUMENTS", 3)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +80,33 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(finished, model_folder, 
     run(settings(model_folder, *LAYOUTS, "validation.heldout=0"), tmp_path)
     same = [load_file(folder / "alpha.safetensors")["path"] for folder in (finished, tmp_path)]
     assert torch.equal(*same)
+
+
+def test_a_closed_form_that_was_stopped_goes_on_from_its_last_document(model_folder, tmp_path, monkeypatch, capsys):
+    config = settings(model_folder, *LAYOUTS, "stage1.steps=0", "validation.heldout=0")
+    run(config, tmp_path / "whole")
+    write, seen = layouts.write_checkpoint, []
+
+    def stopped(path, state):
+        write(path, state)
+        seen.append(state["documents"])
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(layouts, "write_checkpoint", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "stopped")
+    capsys.readouterr()
+    run(config, tmp_path / "stopped")
+    assert seen == [1, 2, 3]
+    assert re.search(r"closed form: .*, from 3 documents: 10 of 15 passes; .* left", capsys.readouterr().out)
+    mine, other = (ChannelMask.load(tmp_path / name / "mask.safetensors").precision for name in ("whole", "stopped"))
+    assert torch.equal(mine.key_bits, other.key_bits)
+    kept = [read_checkpoint(tmp_path / name / "checkpoints/closed_form.ckpt", "") for name in ("whole", "stopped")]
+    assert all(torch.equal(kept[0][part], kept[1][part]) for part in ("keys", "values", "empty", "generator"))
+    (tmp_path / "stopped/checkpoints/closed_form.ckpt").write_bytes(b"x")
+    with pytest.raises(DamagedFile, match=r"closed_form\.ckpt is damaged .*; remove it, and the closed form"):
+        run(config, tmp_path / "stopped")
 
 
 def test_without_steps_the_closed_form_gives_the_layouts(finished, model_folder, tmp_path):
@@ -235,9 +256,8 @@ def test_a_larger_factor_gets_more_bytes():
 
 def test_the_closed_form_predicts_what_is_measured(model_folder, monkeypatch):
     """One head without its middle, or with 8 or 4 bits for its keys or values: KL is what the losses sum up to."""
-    monkeypatch.setattr(layouts, "DOCUMENTS", 2)
     monkeypatch.setattr(layouts, "DRAWS", 60)
-    config = check(settings(model_folder, *LAYOUTS))
+    config = check(settings(model_folder, *LAYOUTS, "data.calibration=2"))
     backbone = backbones.load(str(model_folder), "float32")
     losses = closed_form(config, backbone, None)
     documents = config.mixture(backbone, per_length=config.data.documents)
@@ -271,7 +291,7 @@ def test_the_closed_form_predicts_what_is_measured(model_folder, monkeypatch):
 
 def test_the_closed_form_is_measured_on_the_dense_model(model_folder, monkeypatch):
     """The pass that gives the gradients has the dense model's rows, in a document and in questions."""
-    config = check(settings(model_folder, *LAYOUTS))
+    config = check(settings(model_folder, *LAYOUTS, "data.calibration=1"))
     backbone = backbones.load(str(model_folder), "float32")
     documents = config.mixture(backbone, per_length=config.data.documents)
     dense, passed = [], []
@@ -285,7 +305,6 @@ def test_the_closed_form_is_measured_on_the_dense_model(model_folder, monkeypatc
         dense.append(found[2].flatten(0, 1))
         return found
 
-    monkeypatch.setattr(layouts, "DOCUMENTS", 1)
     monkeypatch.setattr(layouts, "DRAWS", 1)
     monkeypatch.setattr(layouts, "read", noted)
     monkeypatch.setattr(layouts, "_towards_labels", towards_labels)
