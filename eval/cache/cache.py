@@ -25,7 +25,7 @@ from leank.errors import naming
 from leank.eval.cache.attention.backend import BackendChoice, choose_backend
 from leank.eval.cache.conversation import Conversation, decoder_of, listen
 from leank.eval.cache.generate import generate
-from leank.eval.cache.graph import KeptSteps, stores
+from leank.eval.cache.graph import KeptSteps
 from leank.eval.cache.hook import ATTENTION
 from leank.eval.cache.layer import CompressedLayer, StateLayer
 from leank.eval.cache.memory import Memory, measure
@@ -34,7 +34,6 @@ from leank.eval.cache.storage import banded
 from leank.eval.cache.storage.channels import MaskLike, layer_masks
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.sizes import Sizes
-from leank.eval.cache.storage.store import Addresses
 from leank.mask import ChannelMask
 from leank.precision import GROUP
 from leank.shape import kv_shape
@@ -231,7 +230,8 @@ class CompressedCache(Cache):
     def addresses(self) -> tuple[object, ...]:
         """Addresses and shapes of what a captured step reads; equal at two moments if one step can serve both."""
         scratch = (tensor.data_ptr() for tensor in self.choice.tensors().values())
-        return *scratch, *(Addresses.of(store).key() for store in stores(self))
+        found = (layer.addresses() for layer in self.compressed)
+        return *scratch, *(one.key() for one in found if one is not None)
 
     def __reduce__(self) -> Never:  # copies are made by __deepcopy__
         raise TypeError(

@@ -197,7 +197,8 @@ class CompressedLayer(DynamicLayer):
         if self.backend is None:
             self.backend = self.choice.choose(store, q, softmax)
             if self._kept is not None:
-                self._kept.take(store)
+                if self._kept.take(store):
+                    self.backend.adopt(store, self._kept.plan)
                 self._kept = None
         position = store.append(k, v, real, self.backend.write)
         out = self.backend.attend(store, q, position, scale, softmax)
@@ -266,9 +267,15 @@ class CompressedLayer(DynamicLayer):
 
     def reset_in_place(self) -> None:
         """Make the layer new, but put the next prompt where a captured step reads this one, if it has as many rows."""
-        kept = self._kept if self.store is None else Addresses.of(self.store)
+        kept = self._kept if self.store is None else self.addresses()
         self.reset()
         self._kept = kept
+
+    def addresses(self) -> Addresses | None:
+        """What a captured step reads of the layer, None before the prompt."""
+        if self.store is None:
+            return None
+        return Addresses.of(self.store, None if self.backend is None else self.backend.plan(self.store))
 
     def activate_past_recording(self) -> None:
         """Let tokens wait in the window until crop() is called; see `CompressedCache.activate_past_recording`."""

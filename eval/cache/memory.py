@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.layer import CompressedLayer, StateLayer
 from leank.eval.cache.storage import banded
 from leank.eval.cache.storage.channels import MaskLike, layer_masks
@@ -82,13 +83,14 @@ def _storage(tensor: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-def measure_store(store: Store) -> Memory:
-    """Bytes of one sealed layer."""
+def measure_store(store: Store, backend: Plain | None = None) -> Memory:
+    """Bytes of one sealed layer, and of what its backend keeps for it."""
     token = store.ring_k.shape[1] * store.ring_k.shape[3] * store.ring_k.element_size() * 2  # K and V of one row
     sink = int(np.minimum(store.seen, store.sizes.sink).sum()) * token
     window = int(np.maximum(0, store.seen - store.start).sum()) * token
     middle_k, middle_v = (sum(held) for held in zip(store.prompt.held(), store.tail.held(), strict=True))
-    tensors = store.tensors()
+    plan = None if backend is None else backend.plan(store)
+    tensors = store.tensors() | ({} if plan is None else {"plan": plan.table})
     data = {"sink_k", "sink_v", "ring_k", "ring_v", "prompt.k", "prompt.v", "tail.k", "tail.v"}  # these hold tokens
     records = {p: part.codec for p in ("prompt", "tail") if isinstance(part := getattr(store, p), RecordSegment)}
     chosen = {n for n in tensors if n.startswith(("reads.", "eviction."))}
@@ -107,7 +109,7 @@ def measure(layers: Iterable[Any], scratch: dict[str, Tensor]) -> Memory:
     total, masks = Memory(tables=sum(dict(map(_storage, scratch.values())).values())), dict[int, int]()
     for layer in layers:
         if isinstance(layer, CompressedLayer) and layer.store is not None:
-            total += measure_store(layer.store)
+            total += measure_store(layer.store, layer.backend)
             masks.update(_storage(t) for t in vars(layer.middle).values() if isinstance(t, Tensor))
         parts = layer.states if isinstance(layer, StateLayer) else (layer.keys, layer.values)
         held = [t for t in parts if isinstance(t, Tensor)]

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 from annotated_types import Ge, Le
 from safetensors import SafetensorError, safe_open
@@ -22,11 +21,9 @@ from leank.data_gen.task import LONGEST
 from leank.eval.cache.fingerprint import model_digest
 from leank.eval.cache.layer import CompressedLayer
 from leank.eval.cache.storage.banded import Banded, codecs
-from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.codecs import Codec
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.quantised import Packing
-from leank.eval.cache.storage.segment import PAGE, Extent, Segment
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
 from leank.mask import ChannelMask
@@ -36,9 +33,6 @@ from leank.typed import Checked, typed
 
 FORMAT = "leank-cache-8"  # the name of the header in the file's metadata
 CURE = "copy it again, or make it anew with save()"
-COUNTS = ("seen", "start", "floor")  # of each row, on the host
-ENDS = ("sink_k", "sink_v", "ring_k", "ring_v")
-SEGMENTS = ("prompt", "tail")
 
 
 @dataclass(frozen=True)
@@ -104,12 +98,7 @@ def _compressed(layer: CompressedLayer) -> dict[str, Tensor]:
         raise ValueError(
             f"a middle that {type(middle.bits).__name__} stores cannot be saved: leave out `bits`, or choose kivi"
         )
-    tensors = {name: torch.from_numpy(getattr(store, name)) for name in COUNTS}
-    tensors |= {name: getattr(store, name) for name in ENDS}
-    for name in SEGMENTS:
-        segment: Segment = getattr(store, name)
-        tensors |= {f"{name}.{n}": torch.from_numpy(getattr(segment, n)) for n in ("length", "capacity")}
-        tensors |= {f"{name}.k": segment.k, f"{name}.v": segment.v}
+    tensors = store.saved()
     for name, mask, table in (("channels", middle.channels, store.channels), ("values", middle.values, store.values)):
         if mask is not None and table is not None:  # rows that have masks of their own may have changed places
             tensors[name] = mask.bool() if mask.ndim == 2 else table.mask()
@@ -209,67 +198,11 @@ class Saved:
         for index, (layer, own) in enumerate(zip(layers, self.layers, strict=True)):
             try:
                 if isinstance(layer, CompressedLayer):
-                    layer.resume(_store(own, layer, model, columns), columns)
+                    store = Store.restore(own, layer.middle, layer.sizes, columns, model.device)
+                    layer.resume(store, columns)
                 elif isinstance(layer, DynamicSlidingWindowLayer):
                     k, v = (own[name].to(model.device) for name in ("keys", "values"))
                     layer.lazy_initialization(k, v)
                     layer.keys, layer.values, layer.cumulative_length = k, v, columns
             except (KeyError, TypeError, ValueError, RuntimeError) as error:
                 raise DamagedFile(self.path, f"layer {index} holds what no cache holds ({error})", CURE) from error
-
-
-def _store(own: Mapping[str, Tensor], layer: CompressedLayer, model: PreTrainedModel, columns: int) -> Store:
-    """The store of one layer; raises ValueError if its tables do not fit together."""
-    sizes, middle, device = layer.sizes, layer.middle, model.device
-    store = Store.__new__(Store)
-    store.sizes, store.middle, store.quiet, store.version = sizes, middle, 0, 0
-    store.plan, store.eviction, store.reads = None, None, None
-    store.center = middle.center_on(device)
-    for name in COUNTS:
-        setattr(store, name, _whole(own[name]))
-    for name in ENDS:
-        setattr(store, name, own[name].to(device))
-    batch, heads, slots, dim = store.ring_k.shape
-    store.seen_dev, store.start_dev = (torch.from_numpy(n.copy()).to(device) for n in (store.seen, store.start))
-    store.channels = KeptChannels.of(middle.channels, store.ring_k, middle.labels)
-    store.values = None if middle.values is None else KeptChannels.of(middle.values, store.ring_k)
-    store.prompt, store.tail = (_segment(own, name, store) for name in SEGMENTS)
-    seen, start, floor = store.seen, store.start, store.floor
-    right = (
-        store.ring_v.shape == store.ring_k.shape
-        and store.sink_k.shape == store.sink_v.shape == (batch, heads, sizes.sink, dim)
-        and len({getattr(store, name).dtype for name in ENDS}) == 1
-        and seen.shape == start.shape == floor.shape == (batch,)
-        and slots % PAGE == 0
-        and (middle.center is None or (middle.center.shape, middle.center.dtype) == ((heads, dim), torch.float32))
-        and bool(((floor >= 0) & (floor <= seen) & (seen <= columns) & (seen - start <= slots)).all())
-        and bool(((start >= sizes.sink) & (start <= np.maximum(sizes.sink, seen))).all())
-        and bool(((start == sizes.sink) | (floor - start >= sizes.window)).all())
-        and bool((store.prompt.length + store.tail.length <= (start - sizes.sink)[:, None]).all())
-    )
-    if not right:
-        raise ValueError("its sink, middle and window do not fit together")
-    return store
-
-
-def _whole(table: Tensor) -> np.ndarray:
-    """A table of counts on the host. Raises ValueError for one that is not of whole numbers."""
-    if table.dtype != torch.int64:
-        raise ValueError(f"a table of counts is of {table.dtype}")
-    return table.numpy().copy()
-
-
-def _segment(own: Mapping[str, Tensor], name: str, store: Store) -> Segment:
-    length, capacity = (_whole(own[f"{name}.{n}"]) for n in ("length", "capacity"))
-    if not length.shape == capacity.shape == store.channels.count.shape or (capacity < 0).any():
-        raise ValueError("a table of tokens has another shape")
-    dim, dtype = store.ring_k.shape[-1], store.ring_k.dtype
-    segment = store.middle.segment(Extent(store.channels, capacity, dim, dtype, store.values))
-    k, v = own[f"{name}.k"], own[f"{name}.v"]
-    if (segment.k.shape, segment.v.shape, segment.k.dtype) != (k.shape, v.shape, k.dtype) or k.dtype != v.dtype:
-        raise ValueError("its middle has another size than its tables say")
-    if ((length < 0) | (length > segment.capacity)).any():
-        raise ValueError("a table of tokens names more than there is room for")
-    segment.k, segment.v = k.to(store.ring_k.device), v.to(store.ring_k.device)
-    segment.length, segment.length_dev = length, torch.from_numpy(length.copy()).to(store.ring_k.device)
-    return segment

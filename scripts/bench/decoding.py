@@ -70,7 +70,7 @@ def contenders(model: PreTrainedModel, mask: ChannelMask, sizes: Sizes) -> list[
     config = model.config
 
     def compressed(name: str, keep: ChannelMask | Tensor) -> Contender:
-        return Contender(name, lambda rows, room: compressed_cache(model, keep, *vars(sizes).values()), ATTENTION)
+        return Contender(name, lambda rows, room: compressed_cache(model, keep, **vars(sizes)), ATTENTION)
 
     return [
         compressed(OURS[0], mask),

@@ -12,6 +12,9 @@ The ragged middle is gathered into padded tensors for one call; only index tenso
 
 from __future__ import annotations
 
+from typing import Self, TypeVar
+from weakref import WeakKeyDictionary
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,11 +22,18 @@ from torch.nn.functional import pad
 
 from leank.eval.cache.attention.softmax import PLAIN, Softmax
 from leank.eval.cache.storage.padded import Padded
-from leank.eval.cache.storage.store import Store
+from leank.eval.cache.storage.store import BackendPlan, Store
 from leank.eval.cache.storage.upload import upload
 
 
-def attend(store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
+def attend(
+    store: Store,
+    q: Tensor,
+    position: Tensor,
+    scaling: float,
+    softmax: Softmax = PLAIN,
+    layout: PartLayout | None = None,
+) -> Tensor:
     """softmax(q K_sink, q_kept K_middle, q K_window) V (LeanK, section 3.3).
 
     A query sees sink and window up to its own index, and the tokens of the middle that the choice of reads shows. The
@@ -32,9 +42,10 @@ def attend(store: Store, q: Tensor, position: Tensor, scaling: float, softmax: S
     q: [B, Hq, Q, D]
     position: [B, Q], the real index of each query, -1 for padding, whose output is zero
     scaling: factor of the logits
+    layout: the present one of the store, None = it is made here
     Returns [B, Q, Hq, D] in q's dtype, computed in at least fp32.
     """
-    layout, (batch, q_heads, new, dim) = layout_of(store), q.shape
+    layout, (batch, q_heads, new, dim) = layout or PartLayout(store), q.shape
     heads, wide = store.ring_k.shape[1], torch.promote_types(q.dtype, torch.float32)
     rows, at = q.reshape(batch * heads, -1, dim).to(wide), position.repeat(1, q_heads // heads)  # [X, R, D], [B, R]
     kept = layout.kept(rows)
@@ -129,14 +140,17 @@ class PartLayout:
         return torch.cat([x.reshape(-1).view(torch.uint8) for x in kept])
 
 
-def layout_of(store: Store) -> PartLayout:
-    """The store's present layout, which is kept as its plan."""
-    plan = store.plan
-    if isinstance(plan, PartLayout) and plan.segments == (store.prompt, store.tail) and plan.state == _state(store):
-        return plan
-    layout = PartLayout(store)
-    store.plan = layout
-    return layout
+Kept = TypeVar("Kept")
+
+
+class Plans(WeakKeyDictionary[Store, Kept]):
+    """What a backend has derived from each store, and keeps as long as the store lives.
+
+    A copy is empty: a plan holds addresses, and a copied store, which lies elsewhere, gets a plan of its own.
+    """
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return type(self)()
 
 
 def _state(store: Store) -> tuple[object, ...]:
@@ -153,13 +167,16 @@ class Plain:
 
     captures = False
 
+    def __init__(self) -> None:
+        self.layouts = Plans[PartLayout]()
+
     def choose(self, store: Store, q: Tensor, softmax: Softmax = PLAIN) -> Plain:
         """The backend for a layer that queries like q [B, Hq, Q, D] read; called when its first query comes."""
         return self
 
     def attend(self, store: Store, q: Tensor, position: Tensor, scaling: float, softmax: Softmax = PLAIN) -> Tensor:
         """Attention over the layer; the parameters are those of `attend` above."""
-        return attend(store, q, position, scaling, softmax)
+        return attend(store, q, position, scaling, softmax, self._layout(store))
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
         """Put new tokens into the ring."""
@@ -168,23 +185,36 @@ class Plain:
     def move(self, store: Store, due: np.ndarray) -> None:
         """Move tokens from the window to the middle."""
         store.move(due)
-        _forget_outdated(store)
+        self._forget_outdated(store)
 
     def evict(self, store: Store) -> None:
         """Drop tokens of the middle that the layer's policy gives up."""
         store.evict()
-        _forget_outdated(store)
+        self._forget_outdated(store)
 
     def prepare(self, store: Store) -> object:
         """Bring what depends on addresses and capacities up to date; nothing does here."""
         return None
 
+    def plan(self, store: Store) -> BackendPlan | None:
+        """What it has derived from the store's addresses and capacities, None = nothing yet."""
+        return self.layouts.get(store)
+
+    def adopt(self, store: Store, plan: BackendPlan | None) -> None:
+        """Take over the plan of an earlier store, at whose addresses this one lies now."""
+
     def tensors(self) -> dict[str, Tensor]:
         """Scratch memory that the layers share, by name."""
         return {}
 
+    def _layout(self, store: Store) -> PartLayout:
+        layout = self.layouts.get(store)
+        if layout is None or layout.segments != (store.prompt, store.tail) or layout.state != _state(store):
+            layout = self.layouts[store] = PartLayout(store)
+        return layout
 
-def _forget_outdated(store: Store) -> None:
-    """Drop a layout of segments that the store has replaced: it would hold their memory until the next step."""
-    if isinstance(store.plan, PartLayout) and store.plan.segments != (store.prompt, store.tail):
-        store.plan = None
+    def _forget_outdated(self, store: Store) -> None:
+        """Drop a layout of segments that the store has replaced: it would hold their memory until the next step."""
+        layout = self.layouts.get(store)
+        if layout is not None and layout.segments != (store.prompt, store.tail):
+            del self.layouts[store]

@@ -10,7 +10,7 @@ from torch import Tensor
 from leank.eval.cache.attention import batched
 from leank.eval.cache.attention.kernels import choose as kernels
 from leank.eval.cache.attention.kernels.parts import Queries, Results
-from leank.eval.cache.attention.launch import Kernel, Uncopied, layer_of, multiprocessors
+from leank.eval.cache.attention.launch import OnGPU, layer_of, multiprocessors
 from leank.eval.cache.attention.ranking import Bounds, Ranking, places
 from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
 from leank.eval.cache.storage.store import Store
@@ -40,7 +40,7 @@ class ChosenConfig:
 
 
 @dataclass
-class ChosenPlan(Uncopied):
+class ChosenPlan:
     """Where one store lies, kept until addresses or capacities change."""
 
     table: Tensor  # [B H, FIELDS] int64, on the device; a captured step reads it where it is
@@ -56,12 +56,12 @@ class ChosenPlan(Uncopied):
     room: int  # pages or tokens of a head's middle that there is room for
 
 
-class Chosen(Kernel):
+class Chosen(OnGPU[ChosenPlan]):
     """The backend in Triton for layers that choose what they read; several query tokens run in plain PyTorch."""
 
     def __init__(self, config: ChosenConfig | None = None, programs: int = 0) -> None:
         """Choose the launch; programs: number of programs, 0 = so many per multiprocessor as `config` says."""
-        super().__init__(programs=programs)
+        super().__init__(programs)
         self.chosen_config = config or ChosenConfig()
         self._scores, self._chosen = torch.empty(0), torch.empty(0, dtype=torch.int32)
         self._group = 1  # query heads per KV head, known with the first query
@@ -149,15 +149,15 @@ class Chosen(Kernel):
         super().move(store, due)
         self.prepare(store, int(due.max()))
 
-    def prepare(self, store: Store, moved: int = 0) -> ChosenPlan:  # type: ignore[override]
-        old, ranking = store.plan if isinstance(store.plan, ChosenPlan) else None, ranking_of(store)
+    def prepare(self, store: Store, moved: int = 0) -> ChosenPlan:
+        old, ranking = self.plan(store), ranking_of(store)
         if old is not None and (old.version, old.group) == (store.version, self._group):
             plan = old
         else:
             room = store.prompt.length + store.tail.capacity
             if ranking.bounds is not None and ranking.bounds.widen(store, room):
                 moved = max(1, int(room.max()))
-            plan = store.plan = self._plan(store, ranking, old, int((-(-room // ranking.page)).max()))
+            plan = self.plans[store] = self._plan(store, ranking, old, int((-(-room // ranking.page)).max()))
         if ranking.bounds is not None and moved:
             self._bound(store, plan, ranking.bounds, moved)
         return plan

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ import triton
 from torch import Tensor
 
 from leank.eval.cache.attention import codes, schedule
-from leank.eval.cache.attention.batched import Plain
+from leank.eval.cache.attention.batched import Plain, Plans
 from leank.eval.cache.attention.kernels import decode, ring
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
 from leank.eval.cache.attention.readers import LONG, WIDE, Config, Reader, reader_of
@@ -17,7 +18,7 @@ from leank.eval.cache.attention.schedule import Part
 from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
 from leank.eval.cache.attention.weights import Weights
 from leank.eval.cache.storage.segment import PAGE
-from leank.eval.cache.storage.store import Store
+from leank.eval.cache.storage.store import BackendPlan, Store
 from leank.eval.cache.storage.upload import scratch, update
 
 MAX_ROWS = 32  # query tokens x heads of a group in one tile; more query tokens take several passes, called chunks
@@ -25,6 +26,7 @@ LONG_ROWS = 16  # the same in heads of more than 128 channels, of which 32 rows 
 MOVED = 4096  # numbers of K, and of V, that a program of `move` holds in registers at a time
 MAX_CHUNKS = 4  # chunks in one launch; the limit bounds the scratch memory
 FEW = 32  # pages of the middle for each program, below which a reader may take another `Config`
+PlanKind = TypeVar("PlanKind", bound=BackendPlan)
 
 
 @functools.cache
@@ -44,15 +46,8 @@ def moved(dim: int) -> int:
     return min(32, MOVED // triton.next_power_of_2(dim))
 
 
-class Uncopied:
-    """Is not copied with a store: it holds addresses, and a copied store, which lies elsewhere, makes its own."""
-
-    def __deepcopy__(self, memo: object) -> None:
-        """Nothing."""
-
-
 @dataclass
-class LaunchPlan(Uncopied):
+class LaunchPlan:
     """The schedule of one store, kept until addresses or capacities change."""
 
     table: Tensor  # [lines, FIELDS] int64, on the device, with room for the most lines there can be
@@ -65,16 +60,27 @@ class LaunchPlan(Uncopied):
     room: Tensor | None = None  # where the scores of a layer that evicts lie; see kernels.evict
 
 
-class Kernel(Plain):
-    """The backend in Triton. The layers of a cache share its scratch memory, because they run one after the other."""
+class OnGPU(Plain, Generic[PlanKind]):
+    """What the backends in Triton share: tokens into the window and out of it, plans, scratch memory.
+
+    The layers of a cache share the scratch memory, because they run one after the other.
+    """
 
     captures = True
 
-    def __init__(self, config: Config | None = None, programs: int = 0) -> None:
-        """Choose the launch, None = by what a store holds; programs: 0 = `config.per_sm` per multiprocessor."""
-        self.config, self.programs = config, programs
+    def __init__(self, programs: int = 0) -> None:
+        """Choose the number of programs; 0 = so many per multiprocessor as the launch says."""
+        super().__init__()
+        self.programs, self.early = programs, True  # early: whether to use programmatic dependent launch for `write`
+        self.plans = Plans[PlanKind]()
         self._partials, self._done = torch.empty(0), torch.empty(0, dtype=torch.int32)
-        self.weights = Weights()
+
+    def plan(self, store: Store) -> PlanKind | None:
+        return self.plans.get(store)
+
+    def adopt(self, store: Store, plan: Any) -> None:
+        if plan is not None:
+            self.plans[store] = plan
 
     def write(self, store: Store, k: Tensor, v: Tensor) -> Tensor:
         batch, heads, new, dim = k.shape
@@ -89,7 +95,7 @@ class Kernel(Plain):
             PADDED=triton.next_power_of_2(heads),
             D=dim,
             CENTER=store.center is not None,
-            PDL=(self.config or Config()).pdl and has_dependent_launch(k.device),
+            PDL=self.early and has_dependent_launch(k.device),
         )
         return position
 
@@ -113,6 +119,25 @@ class Kernel(Plain):
                 VALUES=int(store.values is not None),
             )
         tail.length += np.where(tail.capacity > 0, due[:, None], 0)
+
+    def _scratch(self, lines: int, dim: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Partial results [lines, dim], their (max, sum) [lines, 2], and counters, which a launch leaves at zero."""
+        self._partials = scratch(self._partials, lines * (dim + 2), device)
+        self._done = scratch(self._done, counters, device)
+        return self._partials, self._partials[lines * dim :], self._done
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"partials": self._partials, "done": self._done}
+
+
+class Kernel(OnGPU[LaunchPlan]):
+    """The backend in Triton and CUDA for layers whose every token is read."""
+
+    def __init__(self, config: Config | None = None, programs: int = 0) -> None:
+        """Choose the launch, None = by what a store holds; programs: 0 = `config.per_sm` per multiprocessor."""
+        super().__init__(programs)
+        self.config, self.early = config, (config or Config()).pdl
+        self.weights = Weights()
 
     def evict(self, store: Store) -> None:
         policy = store.eviction
@@ -201,7 +226,7 @@ class Kernel(Plain):
 
     def prepare(self, store: Store) -> LaunchPlan:
         """The store's schedule, made anew if addresses or capacities have changed; in place, for captured graphs."""
-        old = store.plan if isinstance(store.plan, LaunchPlan) else None
+        old = self.plan(store)
         if old is not None and old.version == store.version:
             return old
         (batch, heads), dim = store.ring_k.shape[:2], store.ring_k.shape[-1]
@@ -223,7 +248,7 @@ class Kernel(Plain):
         values = 0 if store.values is None else max(16, triton.next_power_of_2(int(store.values.count.max())))
         room = self.weights.fit(store, None if old is None else old.room)
         plan = LaunchPlan(table, store.version, programs, even, values, reader, few, room)
-        store.plan = plan
+        self.plans[store] = plan
         return plan
 
     def _warp_bytes(self, reader: Reader | None) -> tuple[int, int] | None:
@@ -237,14 +262,8 @@ class Kernel(Plain):
             return LONG
         return WIDE if tile_rows > 16 else self.config or Config()
 
-    def _scratch(self, lines: int, dim: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Partial results [lines, dim], their (max, sum) [lines, 2], and counters, which a launch leaves at zero."""
-        self._partials = scratch(self._partials, lines * (dim + 2), device)
-        self._done = scratch(self._done, counters, device)
-        return self._partials, self._partials[lines * dim :], self._done
-
     def tensors(self) -> dict[str, Tensor]:
-        return {"partials": self._partials, "done": self._done, **self.weights.tensors()}
+        return {**super().tensors(), **self.weights.tensors()}
 
 
 def layer_of(store: Store) -> Layer:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leank.eval.cache.attention.batched import layout_of
+from leank.eval.cache.attention.batched import PartLayout
 from leank.eval.cache.attention.schedule import offset
 from leank.eval.cache.storage.store import Store
 from leank.eval.cache.storage.upload import upload
@@ -36,7 +36,7 @@ class Bounds:
         """Bounds of the middle as it is now; the last page may be partly filled. Nothing happens if they are these."""
         if self.current(store):
             return
-        layout, device = layout_of(store), store.seen_dev.device
+        layout, device = PartLayout(store), store.seen_dev.device
         self._make_room(store, store.prompt.length + store.tail.length)
         if not layout.parts:
             return

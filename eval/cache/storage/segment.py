@@ -262,10 +262,31 @@ class Segment:
         new.length, new.length_dev = self.length[at], self.length_dev[rows.to(self.k.device)]
         return new
 
+    def saved(self) -> dict[str, Tensor]:
+        """The tokens and the room of every head, and what is stored, by name."""
+        counts = {name: torch.from_numpy(getattr(self, name)) for name in ("length", "capacity")}
+        return {**counts, "k": self.k, "v": self.v}
+
+    def restore(self, length: np.ndarray, k: Tensor, v: Tensor) -> None:
+        """Fill an empty segment of the same extent with what was saved. Raises ValueError for another size."""
+        if (self.k.shape, self.v.shape, self.k.dtype) != (k.shape, v.shape, k.dtype) or k.dtype != v.dtype:
+            raise ValueError("its middle has another size than its tables say")
+        if ((length < 0) | (length > self.capacity)).any():
+            raise ValueError("a table of tokens names more than there is room for")
+        self.k, self.v = k.to(self.k.device), v.to(self.k.device)
+        self.length, self.length_dev = length, torch.from_numpy(length.copy()).to(self.k.device)
+
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name (the channel tables are the store's)."""
         places = {} if self._places is None else {"places": self._places}
         return {"k": self.k, "v": self.v, "length": self.length_dev, **places}
+
+
+def whole_numbers(table: Tensor) -> np.ndarray:
+    """A table of counts on the host. Raises ValueError for one that is not of whole numbers."""
+    if table.dtype != torch.int64:
+        raise ValueError(f"a table of counts is of {table.dtype}")
+    return table.numpy().copy()
 
 
 def numbers_held(

@@ -8,7 +8,7 @@ tokens move to the middle. `Sizes.grid` says where the middle may end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,8 +19,8 @@ from torch import Tensor
 from leank.data_gen.amount import amount
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.eviction import Eviction, moved_up
-from leank.eval.cache.storage.middle import Middle
-from leank.eval.cache.storage.segment import PAGE, Extent, round_up
+from leank.eval.cache.storage.middle import Middle, ReadState
+from leank.eval.cache.storage.segment import PAGE, Extent, Segment, round_up, whole_numbers
 from leank.eval.cache.storage.sizes import Sizes, equal_rows, middle_columns, real_positions
 from leank.eval.cache.storage.upload import capturing, update, upload
 
@@ -28,11 +28,14 @@ Write = Callable[["Store", Tensor, Tensor], Tensor]
 Move = Callable[["Store", np.ndarray], None]
 Evict = Callable[["Store"], None]
 RINGS = ("ring_k", "ring_v", "seen_dev", "start_dev")  # tensors of the window, which a captured step writes
+COUNTS = ("seen", "start", "floor")  # of each row, on the host
+ENDS = ("sink_k", "sink_v", "ring_k", "ring_v")
+SEGMENTS = ("prompt", "tail")
 GROWTH = 128  # tokens: a growing middle takes this much slack, or 1/16 of its length if that is more
 
 
 class BackendPlan(Protocol):
-    """What a backend derives from a store and keeps until the store's addresses or capacities change."""
+    """What a backend derives from a store, and keeps itself until the store's addresses or capacities change."""
 
     @property
     def table(self) -> Tensor:
@@ -53,8 +56,10 @@ class Store:
     center: float32 [H, 1, D], `Middle.center`, what every key loses as it enters; None = nothing
     quiet: lower bound on the tokens that can arrive before the next flush moves any
     version: grows when addresses or capacities change, so that a backend's plan can follow
-    plan: what the backend keeps for this store
     """
+
+    eviction: Eviction | None
+    reads: ReadState | None
 
     def __init__(
         self,
@@ -72,10 +77,7 @@ class Store:
         tokens: [B, H, T] bool, the tokens of the middle that stay, None = all; sink and window always stay
         scores: [B, H, T], the attention that each token has received, where the middle evicts; None = zeros
         """
-        self.sizes, self.middle = sizes, middle
-        self.quiet, self.version = 0, 0
-        self.plan: BackendPlan | None = None
-        self.center = middle.center_on(k.device)
+        self._begin(middle, sizes, k.device)
         k = self.centered(k)
         self.channels = KeptChannels.of(middle.channels, k, middle.labels)
         self.values = None if middle.values is None else KeptChannels.of(middle.values, v)
@@ -85,11 +87,16 @@ class Store:
         in_middle = middle_columns(position, sizes)
         chosen = None if tokens is None else in_middle[:, None] & tokens.to(k.device)  # [B, H, T]
         self._fill_middle(k, v, None if real is None else in_middle, chosen)
-        self.eviction = None
         if middle.eviction is not None:
             self.eviction = self._begin_eviction(middle.eviction, position, in_middle, chosen, scores)
             self.evict()
         self.reads = None if middle.reads is None else middle.reads.start(self)
+
+    def _begin(self, middle: Middle, sizes: Sizes, device: torch.device) -> None:
+        """Set what holds before there are tokens."""
+        self.sizes, self.middle, self.center = sizes, middle, middle.center_on(device)
+        self.quiet, self.version = 0, 0
+        self.eviction, self.reads = None, None
 
     def _count(self, k: Tensor, real: Tensor | None) -> None:
         """Count the prompt's real tokens, and those before the window."""
@@ -282,7 +289,7 @@ class Store:
         self.seen_dev, self.start_dev = self.seen_dev[dev], self.start_dev[dev]
         self.channels = self.channels.select(rows)
         self.values = None if self.values is None else self.values.select(rows)
-        for name in ("sink_k", "sink_v", "ring_k", "ring_v"):
+        for name in ENDS:
             setattr(self, name, getattr(self, name)[dev])
         self.prompt, self.tail = (part.select(rows, self.channels, self.values) for part in (self.prompt, self.tail))
         if self.eviction is not None:
@@ -291,11 +298,67 @@ class Store:
         if self.reads is not None:
             self.reads.moved(self)
 
+    def saved(self) -> dict[str, Tensor]:
+        """What `restore` makes the store of, by name, beside its Middle; what evicts or chooses is not in it."""
+        parts = {f"{p}.{n}": t for p in SEGMENTS for n, t in getattr(self, p).saved().items()}
+        return {n: torch.from_numpy(getattr(self, n)) for n in COUNTS} | {n: getattr(self, n) for n in ENDS} | parts
+
+    @classmethod
+    def restore(
+        cls, held: Mapping[str, Tensor], middle: Middle, sizes: Sizes, columns: int, device: torch.device
+    ) -> Store:
+        """The store that `saved` took apart; columns: of its prompt and of what followed, padding included.
+
+        Raises KeyError for what is missing, and ValueError for tables that do not fit together: kernels read wherever
+        they point.
+        """
+        store = cls.__new__(cls)
+        store._begin(middle, sizes, device)
+        for name in COUNTS:
+            setattr(store, name, whole_numbers(held[name]))
+        for name in ENDS:
+            setattr(store, name, held[name].to(device))
+        store.seen_dev, store.start_dev = (torch.from_numpy(n.copy()).to(device) for n in (store.seen, store.start))
+        store.channels = KeptChannels.of(middle.channels, store.ring_k, middle.labels)
+        store.values = None if middle.values is None else KeptChannels.of(middle.values, store.ring_k)
+        for name in SEGMENTS:
+            own = {n.removeprefix(f"{name}."): t for n, t in held.items() if n.startswith(f"{name}.")}
+            setattr(store, name, store._restored(own))
+        if not store._fits(columns):
+            raise ValueError("its sink, middle and window do not fit together")
+        return store
+
+    def _restored(self, held: Mapping[str, Tensor]) -> Segment:
+        length, capacity = (whole_numbers(held[name]) for name in ("length", "capacity"))
+        if not length.shape == capacity.shape == self.channels.count.shape or (capacity < 0).any():
+            raise ValueError("a table of tokens has another shape")
+        extent = Extent(self.channels, capacity, self.ring_k.shape[-1], self.ring_k.dtype, self.values)
+        segment = self.middle.segment(extent)
+        segment.restore(length, held["k"], held["v"])
+        return segment
+
+    def _fits(self, columns: int) -> bool:
+        """Whether counts and shapes are those of a store that has read so many columns."""
+        (batch, heads, slots, dim), sizes, center = self.ring_k.shape, self.sizes, self.middle.center
+        seen, start, floor = self.seen, self.start, self.floor
+        return (
+            self.ring_v.shape == self.ring_k.shape
+            and self.sink_k.shape == self.sink_v.shape == (batch, heads, sizes.sink, dim)
+            and len({getattr(self, name).dtype for name in ENDS}) == 1
+            and seen.shape == start.shape == floor.shape == (batch,)
+            and slots % PAGE == 0
+            and (center is None or (center.shape, center.dtype) == ((heads, dim), torch.float32))
+            and bool(((floor >= 0) & (floor <= seen) & (seen <= columns) & (seen - start <= slots)).all())
+            and bool(((start >= sizes.sink) & (start <= np.maximum(sizes.sink, seen))).all())
+            and bool(((start == sizes.sink) | (floor - start >= sizes.window)).all())
+            and bool((self.prompt.length + self.tail.length <= (start - sizes.sink)[:, None]).all())
+        )
+
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name."""
-        names = ("sink_k", "sink_v", "ring_k", "ring_v", "seen_dev", "start_dev")
-        middle = {f"{p}.{n}": t for p in ("prompt", "tail") for n, t in getattr(self, p).tensors().items()}
-        more = {} if self.plan is None else {"plan": self.plan.table}
+        names = (*ENDS, "seen_dev", "start_dev")
+        middle = {f"{p}.{n}": t for p in SEGMENTS for n, t in getattr(self, p).tensors().items()}
+        more = {}
         if self.center is not None:
             more["center"] = self.center
         if self.values is not None:
@@ -360,8 +423,8 @@ class Addresses:
     version: int  # of the store
 
     @classmethod
-    def of(cls, store: Store) -> Addresses:
-        """Those of a sealed layer."""
+    def of(cls, store: Store, plan: BackendPlan | None = None) -> Addresses:
+        """Those of a sealed layer; plan: what its backend keeps for it."""
         tensors = {name: getattr(store, name) for name in RINGS}
         tensors |= {"channels": store.channels.index, "tail_length": store.tail.length_dev}
         if store.values is not None:
@@ -369,19 +432,19 @@ class Addresses:
         if store.center is not None:
             tensors["center"] = store.center
         counts = (store.channels.count, store.prompt.width, store.channels.first)
-        return cls(tensors, tuple(None if n is None else n.tobytes() for n in counts), store.plan, store.version)
+        return cls(tensors, tuple(None if n is None else n.tobytes() for n in counts), plan, store.version)
 
     def key(self) -> tuple[object, ...]:
         """Equal for two layers of which one captured step can read either."""
         tensors = [*self.tensors.values(), *(() if self.plan is None else (self.plan.table,))]
         return *((tensor.data_ptr(), *_form(tensor)) for tensor in tensors), *self.compiled
 
-    def take(self, store: Store) -> None:
-        """Move what `store` holds to these addresses, whose own content is lost; not if any shape differs."""
+    def take(self, store: Store) -> bool:
+        """Move what `store` holds to these addresses, whose own content is lost; False = not, for a shape differs."""
         store.fit(0)  # a prompt's ring may be shorter than the ring of decoding
         new = Addresses.of(store).tensors
         if {n: _form(t) for n, t in self.tensors.items()} != {n: _form(t) for n, t in new.items()}:
-            return
+            return False
         for name, here in self.tensors.items():
             shared = here.stride(0) == 0  # the channel table of a mask that all rows share
             (here[:1] if shared else here).copy_(new[name][:1] if shared else new[name])
@@ -391,7 +454,8 @@ class Addresses:
         if store.values is not None:
             store.values.keep_ranks(self.tensors["ranks"])
         store.center = self.tensors.get("center")
-        store.plan, store.version = self.plan, self.version + 1  # the table is out of date, and its address stays
+        store.version = self.version + 1  # the plan is out of date, and the address of its table stays
+        return True
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:

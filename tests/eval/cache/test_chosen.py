@@ -229,7 +229,7 @@ def test_what_triton_is_told_of_the_counts():
     kernel = Chosen(programs=0 if ON_GPU else 4)
     q, position = step_of(store, kernel, 1, torch.Generator().manual_seed(0))
     kernel.attend(store, q, position, 0.3)
-    plan = store.plan
+    plan = kernel.plan(store)
     assert (plan.step, plan.label_step, plan.channels, plan.labels) == (16, 8, 64, 16)
 
 

@@ -200,7 +200,7 @@ def test_a_copied_prompt_is_complete(recwarn):
             cache.repeat(wrong)
 
 
-def test_a_copied_store_makes_its_own_work_table():
+def test_a_copied_store_makes_its_own_schedule():
     """The kernel's table holds addresses: with the old one a copy would read the original's tokens."""
     pytest.importorskip("triton")
     from leank.eval.cache.attention.launch import Kernel
@@ -209,5 +209,6 @@ def test_a_copied_store_makes_its_own_work_table():
     kernel, store = Kernel(programs=4), Store(k, v, None, Middle(), Sizes(4, 64, 32))
     plan = kernel.prepare(store)
     other = copy.deepcopy(store)
-    assert other.plan is None
+    assert kernel.plan(other) is None
+    assert copy.deepcopy(kernel).plan(store) is None
     assert not torch.equal(kernel.prepare(other).table, plan.table)
