@@ -26,6 +26,7 @@ from leank.eval.methods.channels.leank_budget import LeanKBudget
 from leank.eval.methods.memory import method_bytes
 from leank.eval.methods.tokens.snapkv import SnapKV
 from leank.precision import GROUP, Precision
+from tests import ROOT
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, SEEDS, OracleLayer, compare, left_padded, run, tiny_model
 from tests.helpers.layouts import layout, layout_mask
 from tests.helpers.segments import LAST, check_segment
@@ -153,6 +154,13 @@ def test_a_cache_is_saved_copied_and_reordered(tmp_path, sizes, grid):
     ):
         with pytest.raises(ValueError, match=words):
             CompressedCache.load(tmp_path / "c", model, other)
+
+
+def test_bytes_of_a_layout_at_32k_are_those_of_the_page_that_explains_them():
+    bits = torch.full((32, 8, 128), 4, dtype=torch.uint8)
+    mask = ChannelMask(bits > 0, precision=Precision(bits, bits[..., 0]))
+    page = (ROOT / "docs/understand/cache.md").read_text(encoding="utf-8")
+    assert f"{bytes_per_row(mask, 32768, sizes=Sizes(128, 1024, 64)) / 1e6:,.1f} MB, 31%" in page
 
 
 @pytest.mark.parametrize("tokens", [None, SnapKV(budget=150, queries=8)])
