@@ -169,7 +169,8 @@ def held_while_decoding(
     settings.check_sizes(sizes)
     ids, real = pad_left(prompts, getattr(tokenizer, "pad_token_id", None) or 0, model.device)
     prompt = prefill(model, ids, real, 0, column_sums=True)
-    cache = Method("lethe", tokens=settings, **vars(sizes)).compressed(model, prompt)
+    method = Method("lethe", tokens=settings, sink=sizes.sink, window=sizes.window, flush=sizes.flush)
+    cache = method.compressed(model, prompt)
     loop, token, found = DecodeLoop(model, cache, prompt.lengths[:, None]), prompt.logits.argmax(-1, keepdim=True), []
     for step in range(steps):  # the last token is not read
         if step % sizes.flush == 0:

@@ -116,7 +116,8 @@ def configured(
     chosen = ",".join(f"reference/{name}" if name in small else name for name in names)
     with initialize_config_module("leank.conf.eval", version_base="1.3"):
         given = compose("eval", [f"method=[{chosen}]", *overrides])
-    given.mask, given.cache = str(mask), asdict(sizes)
+    given.mask = str(mask)
+    given.cache = {"sink": sizes.sink, "window": sizes.window, "flush": sizes.flush}
     found: object = OmegaConf.to_container(given, resolve=True)
     assert isinstance(found, dict)
     for choices in found["method"].values():
