@@ -32,6 +32,18 @@ def generate(model, mask=MASK, sink=None, window=None, **kwargs):
 '''
 
 
+def named(model: object) -> dict[str, str | None]:
+    """Return what a card says of a mask's model: "model", its name without the folders of a path, and "base".
+
+    base: "org/name" on the hub, None for a folder and for a model that has a name here alone.
+    """
+    if not isinstance(model, str):
+        return {"model": None, "base": None}
+    parts = model.replace("\\", "/").rstrip("/").split("/")
+    path = model[:1] in ("/", ".", "~") or len(parts) > 2 or "\\" in model or Path(model).is_dir()
+    return {"model": parts[-1] if path else model, "base": model if len(parts) == 2 and not path else None}
+
+
 def download(name: str, revision: str | None = None) -> Path:
     """Return the local copy of a mask on the hub; it is fetched if it is not in the hub's cache.
 

@@ -254,8 +254,9 @@ class ChannelMask:
         self.save(folder / hub.FILE)
         (layers, kv_heads, dim), counts = self.keep.shape, self.channels_per_head
         facts = {
-            "model": self.metadata.get("model"), "ratio": self.pruning_ratio, "layers": layers, "kv_heads": kv_heads,
-            "head_dim": dim, "kept": int(counts.sum()), "channels": self.keep.numel(),
+            **hub.named(self.metadata.get("model")), "ratio": self.pruning_ratio,
+            "layers": layers, "kv_heads": kv_heads, "head_dim": dim,
+            "kept": int(counts.sum()), "channels": self.keep.numel(),
             "empty": int((counts == 0).sum()), "means": self.mean_keys is not None, "doubts": self.doubts(),
             "licence": licence, "bytes": None if self.precision is None else self.middle_bytes,
         }  # fmt: skip

@@ -8,8 +8,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from leank.eval.report.style import INK, MARKERS, PALETTE, SETTINGS, Style, legend, plain, sheet
+from leank.eval.report.style import INK, MARKERS, SETTINGS, Style, colours, legend, plain, sheet
 from leank.eval.report.summary import Record, Run
+from leank.eval.report.tables import distances_lead
 
 CROWD = 8  # above so many methods a figure draws less of each
 NAMED = 32  # above so many, the methods that others beat have no name beside their point
@@ -23,16 +24,12 @@ def axes_of(config: Mapping[str, object]) -> str:
 
 
 def _styles(run: Run) -> dict[str, Style]:
-    styles: dict[str, Style] = {}
-    number = 0
-    for method in run["methods"]:
-        if method == run["dense"]:
-            styles[method] = {"color": INK, "marker": "o"}
-        else:
-            marker = MARKERS[(number + number // len(PALETTE)) % len(MARKERS)]  # another one when the colours repeat
-            styles[method] = {"color": PALETTE[number % len(PALETTE)], "marker": marker}
-            number += 1
-    return styles
+    others = [method for method in run["methods"] if method != run["dense"]]
+    styles: dict[str, Style] = {
+        method: {"color": colour, "marker": MARKERS[number % len(MARKERS)]}
+        for number, (method, colour) in enumerate(zip(others, colours(len(others)), strict=True))
+    }
+    return {method: styles.get(method, {"color": INK, "marker": "o"}) for method in run["methods"]}
 
 
 def _errors(cells: pd.DataFrame, name: str) -> np.ndarray:
@@ -82,6 +79,7 @@ def _score_or_kl(run: Run, name: str, against: str) -> Figure | None:
         axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:g}"))
         axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
         axes.set_xlabel(f"{MIB}; one point per length" if len(run["lengths"]) > 1 else MIB)
+        _share_axis(axes, run)
     if name == "score":
         axes.set(ylabel="score", ylim=_reach(run["by_length"]))
     else:
@@ -89,6 +87,22 @@ def _score_or_kl(run: Run, name: str, against: str) -> Figure | None:
         axes.set_ylabel("KL from dense, nats a token")
     legend(figure)
     return figure
+
+
+def _share_axis(axes: Axes, run: Run) -> None:
+    """Name the bytes above the axes, too, as a share of dense's at the longest length; nothing without dense."""
+    dense = [c for c in run["by_length"] if c["method"] == run["dense"] and c["cache_bytes"]]
+    if not dense:
+        return
+    longest = max(dense, key=lambda cell: cell["length"] or 0)
+    whole = longest["cache_bytes"] / 2**20
+    above = axes.secondary_xaxis(
+        "top", functions=(lambda x: np.asarray(x) * (100 / whole), lambda x: np.asarray(x) * (whole / 100))
+    )
+    above.xaxis.set_major_locator(matplotlib.ticker.LogLocator(base=2, subs=(1, 1.5)))
+    above.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:g}%"))
+    above.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    above.set_xlabel("of dense's bytes" + (f" at {longest['length']:,} tokens" if len(run["lengths"]) > 1 else ""))
 
 
 def differences(run: Run) -> Figure | None:
@@ -187,7 +201,8 @@ def by_axes(run: Run) -> Figure | None:
     )
     figure = sheet(max(4.2, 0.22 * min(len(cells), NAMED) + 1.5))
     axes = plain(figure.add_subplot())
-    for (kind, mine), colour in zip(cells.groupby("kind", sort=False), (INK, *PALETTE * len(cells)), strict=False):
+    kinds = list(cells.groupby("kind", sort=False))
+    for (kind, mine), colour in zip(kinds, (INK, *colours(len(kinds))), strict=False):
         axes.errorbar(mine["share"], mine["score"], _errors(mine, "score"), label=kind, color=colour, marker="o",
                       markersize=5, linestyle="", capsize=2, elinewidth=0.8)  # fmt: skip
     places = list(cells[["share", "score", "method"]].itertuples(index=False, name=None))
@@ -209,6 +224,11 @@ FIGURES: dict[str, tuple[str, Callable[[Run], Figure | None]]] = {
     "kl_by_length": ("Distance from dense by length", lambda run: _score_or_kl(run, "kl", "length")),
     "kl_against_bytes": ("Distance from dense against bytes of cache", lambda run: _score_or_kl(run, "kl", "bytes")),
 }
+
+
+def order(run: Run) -> list[str]:
+    """Return the names of FIGURES in the order of a report: of texts, distances from dense stand first."""
+    return sorted(FIGURES, key=lambda name: not name.startswith("kl_")) if distances_lead(run) else list(FIGURES)
 
 
 def draw(name: str, run: Run) -> Figure | None:

@@ -368,10 +368,17 @@ def turns(run: Run) -> list[Table]:
     return out
 
 
+def distances_lead(run: Run) -> bool:
+    """Whether a report begins with the distance from dense: of texts, whose score says less where KL was measured."""
+    return run["benchmark"] == "text" and any(cell["compared"] for cell in run["overall"])
+
+
 def tables(run: Run) -> list[Table]:
     """Make all tables of one run of a summary."""
     lengths = by_length(run)
     alike = lengths is not None and len(run["tasks"]) == 1  # a table of tasks at each length would repeat it
     found = [overall(run), best_of_sizes(run), from_dense(run), from_dense_by_length(run), differences(run), lengths]
+    if distances_lead(run):
+        found = [found[2], found[3], found[1], found[0], *found[4:]]
     found += [*turns(run), *gsm(run), *([] if alike else [by_task(run, n) for n in run["lengths"]])]
     return [table for table in found if table is not None]

@@ -47,10 +47,10 @@ def write_report(directory: Path, columns: Sequence[str] = ()) -> None:
         of_run = {key: run[key] for key in ("model", "benchmark", "compress")}
         cells += [{**of_run, **cell} for cell in run["cells"]]
         figures = []
-        for name, (caption, _) in plots.FIGURES.items():
+        for name in plots.order(run):
             if (figure := plots.draw(name, run)) is not None:
                 write_bytes(directory / f"{name}{ending}.png", style.png(figure))
-                figures.append((caption, style.svg(figure, f"{name}-{number}")))
+                figures.append((plots.FIGURES[name][0], style.svg(figure, f"{name}-{number}")))
         few = min(cell["n"] for cell in run["cells"])
         warn = f" The smallest cell has {amount(few, 'sample')}: its interval says little." if few < 10 else ""
         shown = {name: run[name] for name in ("settings", "methods", "versions")}

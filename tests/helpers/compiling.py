@@ -173,7 +173,7 @@ def main(dim: int) -> None:
     compiles(evict.compact, OF_COMPACT, {"D": dim, "PAGE": 64, "SLICE": 64})
     keys = {**page, "TILE": 64}
     compiles(rkv_kernel.measure, OF_RKV, keys)
-    compiles(rkv_kernel.rank, OF_RKV, {**keys, "KERNEL": 7, "UNIT": WHOLE})
+    compiles(rkv_kernel.rank, OF_RKV, {**keys, "KERNEL": 7, "EARLIER": True, "UNIT": WHOLE})
     for change in ({}, {"PAGE": 0}):
         compiles(rkv_kernel.repeats, OF_RKV, {**keys, "BLOCK": 64, "SPAN": 1024, "UNIT": WHOLE, **change})
     if dim not in HEAD_DIMS["codes"]:

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,10 +94,29 @@ def test_the_card_says_what_the_mask_is(mask, tmp_path):
     assert (ChannelMask.from_pretrained(tmp_path / "bare").keep == mask.keep).all()
 
 
-@pytest.mark.parametrize("name", ["smollm2", "/home/me/weights", "./weights"])
-def test_a_card_names_no_base_model_that_the_hub_cannot_have(name, mask, tmp_path):
+@pytest.mark.parametrize("name", ["smollm2", "/home/me/weights", "./weights", "runs/one/weights", "here/weights"])
+def test_a_card_names_no_base_model_that_the_hub_cannot_have_and_no_path(name, mask, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here/weights").mkdir(parents=True)
     ChannelMask(mask.keep, {"model": name}).save_pretrained(tmp_path)
-    assert "base_model" not in (tmp_path / "README.md").read_text()
+    card = (tmp_path / "README.md").read_text()
+    assert "base_model" not in card
+    assert f"| model | {Path(name).name} |" in card
+    assert f"pruned for {Path(name).name}\n" in card
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [(20, "It was learned once and serves"), (0, "from the closed form, without a step of"), (None, "It serves every")],
+)
+def test_a_card_says_learned_only_where_a_step_ran(steps, said, mask, tmp_path):
+    known = {} if steps is None else {"steps": steps, "lengths": [8, 16], "seed": 1}
+    figures = {"heldout": {"tasks": [0.01]}, "heldout_documents": 1}
+    ChannelMask(mask.keep, known | figures).save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert said in card
+    assert ("trained on" in card) == bool(steps)
+    assert "| KL to the full model, held-out tasks | 0.0100 nats a token, documents: 1 |" in card
 
 
 def test_generate_from_a_folder_is_generate_with_the_cache(mask, tmp_path):

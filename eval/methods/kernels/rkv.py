@@ -127,9 +127,10 @@ def measure(
 @triton.jit
 def rank(
     k, places, length_ptr, norm, total, repeated, scores, ranked, mix, most, columns, sink,
-    H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, KERNEL: tl.constexpr, UNIT: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, KERNEL: tl.constexpr,
+    EARLIER: tl.constexpr, UNIT: tl.constexpr,
 ):
-    """Program place: Z of a head's middle, into ranked [B, H, most] fp32.
+    """Program place: Z of a head's middle, into ranked [B, H, most] fp32; EARLIER: pooling ends with the middle.
 
     norm, total, repeated: of `measure` and `repeats`
     scores: [B, H, columns] fp32, those of the middle behind `sink` others, zeros past the last token held
@@ -165,13 +166,14 @@ def rank(
     for at in range(0, columns, TILE):
         t = at + tl.arange(0, TILE)
         received += tl.load(scores + t, mask=t < columns, other=0.0)
+    reach = sink + n if EARLIER else columns
     share = 1.0 / tl.maximum(tl.sum(received, 0), 1.1754943508222875e-38)
     for at in range(0, n, TILE):
         t = at + tl.arange(0, TILE)
         pooled = tl.zeros([TILE], tl.float32)
         for o in range(KERNEL):
             c = sink + t + o - KERNEL // 2
-            pooled = tl.maximum(pooled, tl.load(scores + c, mask=(c >= 0) & (c < columns), other=0.0))
+            pooled = tl.maximum(pooled, tl.load(scores + c, mask=(c >= 0) & (c < reach), other=0.0))
         redundant = tl.exp(tl.load(ranked + t, mask=t < n, other=0.0) - most_alike) / of_all
         tl.debug_barrier()
         tl.store(ranked + t, mix * (pooled * share) - (1.0 - mix) * redundant, mask=t < n)
@@ -260,6 +262,7 @@ def ranking(scores: Tensor, tail: Segment, sink: int, tokens: int, settings: Any
         *(*keys, norm, total, repeated, scores, ranked, settings.mix, most, columns, sink),
         **of_pages,
         KERNEL=settings.kernel,
+        EARLIER=settings.pooled == "earlier",
         UNIT=UNIT,
     )
     return ranked[..., :tokens]

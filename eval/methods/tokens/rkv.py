@@ -22,7 +22,7 @@ from leank.eval.inference.observe import received
 from leank.eval.inference.prefill import PromptLayer
 from leank.eval.methods.axes import method
 from leank.eval.methods.common.scored import Evicting, Kernel
-from leank.typed import Positive
+from leank.typed import OneOf, Positive
 
 BLOCK = 1024  # keys compared at once with all others; the limit bounds memory
 
@@ -44,13 +44,15 @@ class RKV(Evicting):
       the mean of the last alpha. It starts with the first new token: the prompt's queries count in the prompt's cut
       alone. Redundancy is among the middle's tokens alone.
     - Attention is averaged over the group's query heads; the authors' code takes the largest logit of the group and
-      leaves the observed tokens out of the softmax. Pooling reaches into the observed tokens here, so that more of the
-      few tokens before them stay; theirs ends before them.
+      leaves the observed tokens out of the softmax.
+    - Pooling reaches into the observed tokens with pooled=all, so that more of the few tokens before them stay; with
+      pooled=earlier it ends before them, as in the authors' code.
     - A prompt longer than the budget is cut by the same rule at its end.
     """
 
     queries: Positive = 8  # alpha, last queries that are observed; their tokens always stay
     kernel: Kernel = 7  # neighbours over which importance is pooled
+    pooled: Annotated[str, OneOf("all", "earlier")] = "all"  # tokens over which importance is pooled
     mix: Annotated[float, Ge(0), Le(1)] = 0.1  # weight of importance; the authors' code has 0.07
     threshold: Annotated[float, Ge(0), Le(1)] = 0.5  # cosine above which two keys are alike; none are at 1
 
@@ -63,10 +65,17 @@ class RKV(Evicting):
         attention = received(last, layer.keys, real=real, scaling=layer.scaling, softmax=layer.softmax)
         each = attention.unflatten(1, (layer.keys.shape[1], -1)).mean(2) / last.shape[2]
         there = torch.ones_like(each[:, 0], dtype=torch.bool) if real is None else real
-        return self.ranked(each, compared(layer.keys, there[:, None].expand(each.shape), self.threshold))
+        earlier = torch.arange(each.shape[2], device=each.device) < each.shape[2] - self.queries
+        redundant = compared(layer.keys, there[:, None].expand(each.shape), self.threshold)
+        return self.ranked(each, redundant, earlier)
 
-    def ranked(self, importance: Tensor, redundant: Tensor) -> Tensor:
-        """Z [B, H, n] of attention that is not pooled yet and of redundancy."""
+    def ranked(self, importance: Tensor, redundant: Tensor, earlier: Tensor) -> Tensor:
+        """Z [B, H, n] of attention that is not pooled yet and of redundancy.
+
+        earlier: bool, broadcast to [B, H, n], the tokens before the observed ones
+        """
+        if self.pooled == "earlier":
+            importance = importance * earlier
         pooled = max_pool1d(importance, self.kernel, 1, self.kernel // 2)
         return self.mix * pooled - (1 - self.mix) * redundant
 
@@ -90,7 +99,9 @@ class Redundant(HeavyHitters):
             of_head = redundancy(keys, there, self.settings.threshold)[0, 0]
             redundant[row, head, sink : sink + keys.shape[2]] = of_head
         share = self.scores / self.scores.sum(-1, keepdim=True).clamp(min=torch.finfo(self.scores.dtype).tiny)
-        return self.settings.ranked(share, redundant)
+        place = torch.arange(share.shape[2], device=share.device)
+        earlier = place < torch.from_numpy(sink + middle).to(share.device)[..., None]
+        return self.settings.ranked(share, redundant, earlier)
 
     def launched(self, prompt: Segment, tail: Segment, sink: int, most: int) -> Tensor:
         from leank.eval.methods.kernels.rkv import ranking

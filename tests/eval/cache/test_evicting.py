@@ -320,10 +320,11 @@ def rank(counts, lengths, sizes, options, seed, tiles):
     st.sampled_from([1, 3, 7]),
     st.sampled_from([0.0, 0.1, 0.7, 1.0]),
     st.sampled_from([0.0, 0.4]),
+    st.sampled_from(["all", "earlier"]),
     st.integers(0, 99),
 )
-def test_scores_of_a_round_are_those_of_the_slow_form(counts, lengths, ends, kernel, mix, threshold, seed):
-    options = RKV(kernel=kernel, mix=mix, threshold=threshold)
+def test_scores_of_a_round_are_those_of_the_slow_form(counts, lengths, ends, kernel, mix, threshold, pooled, seed):
+    options = RKV(kernel=kernel, mix=mix, threshold=threshold, pooled=pooled)
     rank(counts, lengths, Sizes(*ends, 4), options, seed, SMALL)
 
 

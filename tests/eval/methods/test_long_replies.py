@@ -86,7 +86,7 @@ class Slow:
             certain = max(sizes.sink, tokens - max(sizes.window, choice.queries))
             recent = weights[:, -choice.queries :].mean(1).unflatten(0, (heads, group)).mean(1)
             sums = torch.zeros_like(sums)
-            ranks = [self.rkv(recent[head], k[head], range(tokens)) for head in range(heads)]
+            ranks = [self.rkv(recent[head], k[head], range(tokens), observed=choice.queries) for head in range(heads)]
         elif isinstance(choice, TOVA):
             ranks, sums = [weights[:, -1].mean(0)] * heads, torch.zeros_like(sums)
         else:
@@ -131,14 +131,17 @@ class Slow:
             return held.scores[head]
         tokens = self.around(held.middle[head], held)
         share = held.scores[head, tokens] / held.scores[head, tokens].sum()
-        found = self.rkv(share, held.keys[head] * self.keep[index, head], held.middle[head], tokens)
+        observed = held.tokens - held.start
+        found = self.rkv(share, held.keys[head] * self.keep[index, head], held.middle[head], tokens, observed)
         return dict(zip(tokens, found, strict=True))
 
-    def rkv(self, importance, keys, compared, tokens=None):
-        """Z of `tokens`, of which those `compared` have a redundancy."""
+    def rkv(self, importance, keys, compared, tokens=None, observed=0):
+        """Z of `tokens`, of which those `compared` have a redundancy, and the last ones are `observed`."""
         choice, reach = self.choice, self.choice.kernel // 2
         tokens = list(compared) if tokens is None else tokens
-        pooled = [float(importance[max(0, n - reach) : n + reach + 1].max()) for n in range(len(tokens))]
+        end = len(tokens) - (observed if choice.pooled == "earlier" else 0)
+        near = [importance[max(0, n - reach) : min(end, n + reach + 1)] for n in range(len(tokens))]
+        pooled = [float(some.max()) if len(some) else 0.0 for some in near]
         unit = keys[list(compared)] / keys[list(compared)].norm(dim=-1, keepdim=True)
         alike = unit @ unit.mT
         alike.fill_diagonal_(0)
@@ -225,6 +228,8 @@ CASES = {
     "tova": ((96, 1, 3, 1), (0, 0, 3), (60, 7, 1), {"name": "tova", "budget": 25}, 0.5),
     "rkv": ((16, 1, 7, 2), (3, 6, 1), (60, 7),
             {"name": "rkv", "budget": 30, "queries": 8, "kernel": 3, "threshold": 0.2}, 0.5),
+    "rkv, pooled as officially": ((16, 1, 7, 2), (3, 6, 1), (60, 7),
+            {"name": "rkv", "budget": 30, "queries": 8, "kernel": 7, "pooled": "earlier", "mix": 0.9}, 0.5),
     "rkv, window": ((80, 2, 1, 1), (0, 12, 8), (40, 90),
                     {"name": "rkv", "budget": 33, "queries": 4, "mix": 0.5}, 0),
     "lethe": ((80, 1, 3, 2), (0, 6, 3), (33, 90),

@@ -24,8 +24,8 @@ from leank.eval import published
 from leank.eval.__main__ import command_line
 from leank.eval.report import summarise, write_diff, write_report
 from leank.eval.report.groups import changed, frame, labels, paired
-from leank.eval.report.plots import FIGURES, axes_of, draw, front
-from leank.eval.report.style import png, svg
+from leank.eval.report.plots import FIGURES, axes_of, draw, front, order
+from leank.eval.report.style import colours, png, svg
 from leank.eval.report.summary import COLUMNS, summarise_groups
 from leank.eval.report.tables import (
     Table,
@@ -37,6 +37,7 @@ from leank.eval.report.tables import (
     from_dense_by_length,
     gsm,
     overall,
+    tables,
 )
 from tests.helpers.pictures import drawn
 from tests.helpers.report_rows import checked, grid, row, stored
@@ -676,6 +677,36 @@ def test_a_sample_done_with_and_without_counts_once_and_with():
     without = row("leank", 0, 1.0)
     settings = {**without["settings"], "fidelity": 64}
     measured = {**without, "config": "other", "settings": settings, "fidelity": near("leank", np.random.default_rng(0))}
-    for order in ([without, measured], [measured, without]):
-        (run,) = summarise(order)["runs"]
+    for rows in ([without, measured], [measured, without]):
+        (run,) = summarise(rows)["runs"]
         assert [(c["method"], c["n"], c["compared"]) for c in run["overall"]] == [("leank", 1, 1)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 9, 40])
+def test_no_two_methods_have_one_colour(count):
+    assert len({*colours(count)}) == count
+
+
+def test_bytes_are_a_share_of_dense_too():
+    (run,) = summarise(grid())["runs"]
+    figure = draw("accuracy_against_bytes", run)
+    (axes,) = figure.axes
+    (above,) = axes.child_axes
+    assert above.get_xlabel() == "of dense's bytes at 8,192 tokens"
+    figure.draw_without_rendering()
+    dense = next(c["cache_bytes"] for c in run["by_length"] if (c["method"], c["length"]) == ("dense", 8192))
+    assert above._functions[0](dense / 2**20) == pytest.approx(100)
+
+
+def test_a_report_of_texts_leads_with_the_distance_from_dense():
+    far = {"tokens": 10, "kl": 0.1, "top1": 0.9, "loss": 2.0, "dense_loss": 1.9, "non_finite": None}
+    rows = [
+        row(method, sample, 0.5, "text", benchmark="text", fidelity=far if measured else None)
+        for method in ("dense", "leank") for sample in range(3) for measured in [method != "dense"]
+    ]  # fmt: skip
+    (run,) = summarise(rows)["runs"]
+    assert [table.title for table in tables(run)][:2] == ["Distance from dense", "Overall"]
+    assert order(run)[0].startswith("kl_")
+    (run,) = summarise(grid())["runs"]
+    assert tables(run)[0].title == "Overall"
+    assert order(run)[0] == "accuracy_by_length"
