@@ -188,7 +188,7 @@ class _Generate:
             return type(model).generate(model, inputs, *args, **kwargs)
         before = cache.held
         cache.conversation.check(before, given)
-        if before and not CHUNKS_GO_ON:
+        if before and not CHUNKS_GO_ON:  # then a later turn comes in one pass
             kwargs["prefill_chunk_size"] = None
         result = type(model).generate(model, inputs, *args, **kwargs)
         cache.conversation.fill(before, cache.held, given, result)
