@@ -63,7 +63,7 @@ class WholePages:
     """Pages of 64 tokens whose last one a step computes, and where their tokens are."""
 
     number: Tensor  # int64 [n], block * m + page in it, see `CodedLayout.pack`
-    row: Tensor  # int64 [n, 64], the token's row in the step's tokens, -1 = it was computed before, and is in `rest`
+    row: Tensor  # int64 [n, 64], the token's row behind the step's first, -1 = it was computed before, and is in `rest`
     block: Tensor  # block, token: int64 [n, 64], the page of `rest`, and the token in it; those of others may be any
     token: Tensor
 
@@ -130,7 +130,7 @@ class Step:
             begin = max(self.layout.sink, (end - new) // PAGE * PAGE) // PAGE
             page = torch.arange(begin, max(begin, end // PAGE) if new else begin, device=device)
             at = page[:, None] * PAGE + torch.arange(PAGE, device=device)
-            row = (at - (end - new) + start).where(at >= end - new, -1)
+            row = (at - (end - new) + start - self.starts[0]).where(at >= end - new, -1)
             number = self.kept[i].long()[page // each] * each + page % each
             for to, x in zip(found, (number, row, self.rest[i].long()[at // rest], at % rest), strict=True):
                 to.append(x)
@@ -160,8 +160,8 @@ def write(step: Step, layer: int, pages: Tensor, k: Tensor, v: Tensor) -> None:
 
     pages: [blocks, page_columns]; k, v: [tokens, H, D], from the projections
     """
-    layout, tokens = step.layout, step.starts[-1]
-    k, v = k[:tokens], v[:tokens]
+    layout, rows = step.layout, slice(step.starts[0], step.starts[-1])
+    k, v = k[rows], v[rows]
     if isinstance(layout, PageLayout):
         for group, slots in zip((layout.kept, layout.rest), step.slots, strict=True):
             group.write(pages, layer, slots, k, v)

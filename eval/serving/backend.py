@@ -32,7 +32,6 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 from leank.eval.cache.storage.segment import PAGE
 from leank.eval.serving.attention import Step, attend, write
 from leank.eval.serving.coded import CodedLayout, Layout, page_layout
-from leank.eval.serving.layout import PageLayout
 from leank.eval.serving.manager import RestSpec
 from leank.eval.serving.paged import DeviceStep, PagedAttention, decoding_first
 from leank.eval.serving.prefill import Varlen, batches, plain
@@ -95,11 +94,17 @@ class PageHolder(AttentionLayerBase):
         """Take the memory that the kernels need for the largest step, and compile them, before any step is captured."""
         if self.paged is not None:  # the builder of the other group was here
             return
-        assert isinstance(self.layout, PageLayout), "layouts of bits are refused on a GPU"
+        assert self.layout is not None
         heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         captured = vllm_config.compilation_config.cudagraph_capture_sizes or []
         rows = max(vllm_config.scheduler_config.max_num_seqs, *captured, 1)
-        self.paged = PagedAttention(self.layout, device, heads, rows, varlen=flash(self.layout.head_dim))
+        varlen = flash(self.layout.head_dim)
+        if isinstance(self.layout, CodedLayout):
+            from leank.eval.serving.paged_codes import CodedAttention
+
+            self.paged = CodedAttention(self.layout, device, heads, rows, varlen=varlen)
+        else:
+            self.paged = PagedAttention(self.layout, device, heads, rows, varlen=varlen)
         self.paged.warm_up(vllm_config.model_config.dtype, vllm_config.model_config.max_model_len)
         self.mean_keys = None if self.mean_keys is None else self.mean_keys.to(device)
 

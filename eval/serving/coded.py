@@ -38,7 +38,7 @@ from leank.eval.cache.storage.codecs import PageCodec
 from leank.eval.cache.storage.segment import PAGE, round_up
 from leank.eval.serving.layout import LARGEST_BLOCK, PageGroup, PageLayout, Position, lay_out
 from leank.mask import ChannelMask
-from leank.precision import Precision
+from leank.precision import ROOM, Precision
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,20 @@ class CodedLayout:
     def empty(self, layer: int) -> Tensor:
         """Which heads of a layer keep no channel, bool [H]."""
         return torch.tensor([not head.k_bytes for head in self.kept.layers[layer]])
+
+    def table(self, layer: int) -> Tensor:
+        """Where a layer's pages lie, for a kernel, int32 [H, 5]: K, channels rounded up to 16 and as they are, V, 0."""
+        rows = [
+            (h.start, round_up(len(h.channels), ROOM), len(h.channels), h.start + h.k_bytes, 0)
+            for h in self.kept.layers[layer]
+        ]
+        return torch.tensor(rows, dtype=torch.int32)
+
+    def order(self, layer: int) -> Tensor:
+        """All channels of a layer for a kernel, int32 [H, D]: those stored in their order, then the others."""
+        every = torch.arange(self.head_dim)
+        heads = [torch.cat([h.channels, every[~torch.isin(every, h.channels)]]) for h in self.kept.layers[layer]]
+        return torch.stack(heads).int()
 
     def _codes(self, pages: Tensor, head: HeadPages) -> Tensor:
         """The view [blocks, m, bytes] of a head's pages; pages [blocks, page_columns]."""

@@ -7,9 +7,12 @@ behind them have chunks of a prompt: one launch gathers what they see, FlashAtte
 (`eval.serving.prefill`). Only what a preempted request computes again is left to plain PyTorch.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,23 +20,25 @@ from torch import Tensor
 from leank.eval.cache.attention.kernels import HEAD_DIMS
 from leank.eval.cache.attention.softmax import LOG2_E
 from leank.eval.serving import attention
-from leank.eval.serving.layout import PageLayout
+from leank.eval.serving.layout import STRIPE
 from leank.eval.serving.prefill import Batch, Varlen, batches, plain
 
 TILE = 64  # tokens that a program reads at a time
 PER_SM = 2  # programs per multiprocessor: all run at once
-START = 24  # what it costs to begin to read, in units of 16 columns of a tile
 MERGE = 64  # lines of partial results that a merge asks for at a time
 
 
 @dataclass(frozen=True)
-class _Layer:
+class LayerTables:
     """The tables of one layer on the device."""
 
-    kept: tuple[Tensor, Tensor]  # kept, rest: stripes and channels of each group
+    kept: tuple[Tensor, Tensor]  # kept, rest: stripes and channels of each group; of codes, as `kernels.coded` has them
     rest: tuple[Tensor, Tensor]
     even: bool  # whether every head keeps a multiple of 32 channels, so that columns need no masks
-    columns: Tensor  # int32 [H, D], the column of each channel in its stripe of `kept`, -1 - c for column c of `rest`
+    # int32 [H, D], the column of each channel in its stripe of `kept`, -1 - c for column c of `rest`; of codes,
+    # int32 [H, 8], the bands of each head
+    columns: Tensor
+    costs: Tensor  # int32 [H, 2], length on a launch's line of a tile of the middle, and of one of the ends
     place: Tensor  # int32 [H], the place of each head among those with a middle, or among those without
     full: Tensor  # full, few: int64, query heads with a middle, and those without
     few: Tensor
@@ -42,24 +47,30 @@ class _Layer:
 class PagedAttention:
     """The kernel over the pages of one layout, with all the memory that its launches need.
 
+    layout: of a mask; `eval.serving.paged_codes` has the one for a layout of bits
     q_heads: query heads of a layer; rows: the most rows of a launch; varlen: attention of chunks
     programs: of a launch, 0 = PER_SM per multiprocessor
     Raises ValueError for a layout that the kernel cannot read.
     """
 
+    head_dims = HEAD_DIMS["paged"]
+    start = 24  # what it costs to begin to read, in the unit of costs: here 16 columns of a tile
+    page_bytes = 0  # of codes, bytes of 64 tokens
+    warps = 4  # of a program
+
     def __init__(
         self,
-        layout: PageLayout,
+        layout: Any,
         device: torch.device,
         q_heads: int,
         rows: int = 256,
         programs: int = 0,
         varlen: Varlen = plain,
     ) -> None:
-        if layout.head_dim not in HEAD_DIMS["paged"]:
-            raise ValueError(f"the paged kernel reads heads of {HEAD_DIMS['paged']} channels, not {layout.head_dim}")
-        self.layout, self.rows, self.varlen = layout, rows, varlen
-        self.heads = len(layout.kept.layers[0])
+        if layout.head_dim not in self.head_dims:
+            raise ValueError(f"the paged kernel reads heads of {self.head_dims} channels, not {layout.head_dim}")
+        self.rows, self.varlen = rows, varlen
+        self.layout, self.heads = layout, len(layout.kept.layers[0])
         self.group = q_heads // self.heads
         self.programs = programs or PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
         self._layers = [self._tables(layer, device) for layer in range(len(layout.kept.layers))]
@@ -71,7 +82,7 @@ class PagedAttention:
         self._stat = torch.empty(lines, 2, device=device)
         self._done = torch.zeros(rows * self.heads, dtype=torch.int32, device=device)
 
-    def _tables(self, layer: int, device: torch.device) -> _Layer:
+    def _tables(self, layer: int, device: torch.device) -> LayerTables:
         groups = self.layout.kept, self.layout.rest
         kept, rest = ((g.table(layer).to(device), g.channels(layer).to(device)) for g in groups)
         heads = self.layout.kept.layers[layer]
@@ -79,13 +90,24 @@ class PagedAttention:
         for row, of_kept, of_rest in zip(columns, heads, self.layout.rest.layers[layer], strict=True):
             row[of_kept.channels] = torch.arange(of_kept.k.count, dtype=torch.int32)
             row[of_rest.channels] = -1 - torch.arange(of_rest.k.count, dtype=torch.int32)
-        full = torch.tensor([head.k.width > 0 for head in heads])
+        width, dim = kept[0][:, 1].cpu(), self.layout.head_dim
+        middle = torch.where(width > 0, width + dim, 0)
+        costs = torch.stack([middle, width + rest[0][:, 1].cpu() + dim], -1) // STRIPE
+        even = all(head.k.count % 32 == 0 for head in heads)
+        return LayerTables(kept, rest, even, *(x.to(device) for x in (columns, costs, *self._sight(layer))))
+
+    def _sight(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The last three tables of a layer."""
+        full = ~self.layout.empty(layer)
         place = torch.where(full, full.cumsum(0), (~full).cumsum(0)).int() - 1
         of_queries = full.repeat_interleave(self.group)
-        return _Layer(
-            *(kept, rest, all(head.k.count % 32 == 0 for head in heads)),
-            *(x.to(device) for x in (columns, place, of_queries.nonzero()[:, 0], (~of_queries).nonzero()[:, 0])),
-        )
+        return place, of_queries.nonzero()[:, 0], (~of_queries).nonzero()[:, 0]
+
+    def _reader(self) -> tuple[Any, Any]:
+        """What reads a head's pages within `paged.decode`, and what it is compiled for besides."""
+        from leank.eval.serving.kernels import paged
+
+        return paged.read_columns, None
 
     def warm_up(self, dtype: torch.dtype, longest: int) -> None:
         """Compile all kernels for block tables of `longest` positions, so that no request waits for that."""
@@ -99,10 +121,15 @@ class PagedAttention:
         k, length = q[:, : self.heads], torch.ones(1, dtype=torch.int32, device=device)
         nowhere = torch.full((1,), -1, device=device)
         batch = batches(layout, [0, 1], [2], [0], 2, device)[0]
+        step = DeviceStep(1, length, (kept, rest), (nowhere, nowhere), [batch])
         for layer in range(len(self._layers)):
-            self.write(pages, layer, k, k, nowhere, nowhere)
+            self.store(pages, layer, k, k, step)
             self.attend(pages, layer, q, length, kept, rest, 1.0)
             self.gather(pages, layer, k, k, batch, kept, rest)
+
+    def store(self, pages: Tensor, layer: int, k: Tensor, v: Tensor, step: DeviceStep) -> None:
+        """Put a step's tokens k, v [n, H, D] of a layer into pages; the reference is `attention.write`."""
+        self.write(pages, layer, k, v, *step.slots)
 
     def write(self, pages: Tensor, layer: int, k: Tensor, v: Tensor, kept_slots: Tensor, rest_slots: Tensor) -> None:
         """Put tokens k, v [n, H, D] of a layer into both groups; the reference is `PageGroup.write` of each.
@@ -152,7 +179,7 @@ class PagedAttention:
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         kept, rest = (
-            paged.Group(table, *tables, table.stride(0), tables[1].shape[1])
+            paged.Group(table, *tables, of.columns, table.stride(0), tables[1].shape[1], self.page_bytes)
             for table, tables in ((kept_table, of.kept), (rest_table, of.rest))
         )
         form = paged.Form(
@@ -162,19 +189,23 @@ class PagedAttention:
             HEADS=triton.next_power_of_2(self.heads),
             BATCH=triton.next_power_of_2(self.rows),
             TILE=TILE,
-            START=START,
+            START=self.start,
             EVEN=of.even,
             M=max(16, self._padded),
             ROWS=self._padded,
             MERGE_LINES=max(1, MERGE // self._padded),
             KEPT_BLOCK=layout.kept.block,
             REST_BLOCK=layout.rest.block,
+            WARPS=self.warps,
         )
+        read, codes = self._reader()
         paged.decode[(self.programs,)](
-            *(pages, pages.stride(0), q, q.stride(0), q.stride(1), out, lengths, kept, rest),
+            *(pages, pages.stride(0), q, q.stride(0), q.stride(1), out, lengths, kept, rest, of.costs),
             *(self._part, self._stat, self._done, scaling * LOG2_E, batch, self.programs, layout.sink, layout.window),
             F=form,
-            num_warps=4,
+            READ=read,
+            CODES=codes,
+            num_warps=self.warps,
             num_stages=3,
         )
         return out
@@ -187,27 +218,39 @@ class PagedAttention:
         pages: [blocks, page_columns]; k, v: [tokens, H, D] of the step
         kept_table, rest_table: int32 [R, blocks], block tables of the step
         """
-        import triton
-
-        from leank.eval.serving.kernels import gather
-
         of, dim = self._layers[layer], self.layout.head_dim
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
         heads = len(of.full) // self.group, len(of.few) // self.group
         sizes = [(tokens, some, dim) for tokens, some in zip(batch.tokens, heads, strict=True) for _ in range(2)]
         found = [k.new_empty(size) for size in sizes]
         longest = batch.longest[1] if heads[0] else batch.longest[2]
-        gather.gather[triton.cdiv(longest, TILE), batch.requests, self.heads](
-            *(pages, k, v, *found, batch.plan, kept_table, rest_table, of.kept[0], of.rest[0], of.columns, of.place),
-            *(pages.stride(0), *k.stride()[:2], *v.stride()[:2], heads[0] * dim, heads[1] * dim),
-            *(kept_table.stride(0), rest_table.stride(0), batch.requests + 1, batch.request, batch.rows.start),
-            *(self.layout.sink, self.layout.window),
-            D=dim,
+        strides = *k.stride()[:2], *v.stride()[:2], heads[0] * dim, heads[1] * dim
+        numbers = batch.requests + 1, batch.request, batch.rows.start, self.layout.sink, self.layout.window
+        self._gather(
+            (-(-longest // TILE), batch.requests, self.heads), of, (pages, k, v, *found, batch.plan), strides,
+            (kept_table, rest_table), numbers,
+        )  # fmt: skip
+        return found
+
+    def _gather(
+        self,
+        grid: tuple[int, int, int],
+        of: LayerTables,
+        tensors: tuple[Tensor, ...],
+        strides: tuple[int, ...],
+        tables: tuple[Tensor, Tensor],
+        numbers: tuple[int, ...],
+    ) -> None:
+        from leank.eval.serving.kernels import gather
+
+        gather.gather[grid](
+            *(*tensors, *tables, of.kept[0], of.rest[0], of.columns, of.place, tensors[0].stride(0), *strides),
+            *(*(table.stride(0) for table in tables), *numbers),
+            D=self.layout.head_dim,
             TILE=TILE,
             KEPT_BLOCK=self.layout.kept.block,
             REST_BLOCK=self.layout.rest.block,
         )
-        return found
 
     def prefill(
         self,
@@ -280,11 +323,14 @@ class DeviceStep:
     ) -> None:
         """Store the step's K and V, and write its attention to `out`, which is contiguous; see `attention.attend`."""
         tokens, first = len(self.slots[0]), self.decodes
-        paged.write(pages, layer, k[:tokens], v[:tokens], *self.slots)
+        paged.store(pages, layer, k[:tokens], v[:tokens], self)
         if first:
             kept, rest = (table[:first] for table in self.tables)
             paged.attend(pages, layer, q[:first], self.lengths[:first], kept, rest, scaling, out[:first])
         for batch in self.batches:
             paged.prefill(pages, layer, q, k, v, batch, *self.tables, scaling, out)
         for step in self.others:
+            attention.write(
+                step, layer, pages, k, v
+            )  # their pages of codes, which are not packed with those of batches
             attention.attend(step, layer, pages, q, k, v, scaling, out)

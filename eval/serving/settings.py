@@ -81,8 +81,12 @@ def check_config(config: Any, settings: ServerSettings) -> None:
             raise ValueError(f"LEANK_MASK={settings.mask}: {cure}")
     mask = ChannelMask.load(settings.mask)
     mask.check_model(config.model_config.hf_text_config)
-    if mask.precision is not None and current_platform.is_cuda():
-        raise ValueError(f"LEANK_MASK={settings.mask}: bits per channel are served on a CPU alone; take a mask without")
+    size = mask.keep.shape[-1]
+    if mask.precision is not None and current_platform.is_cuda() and size not in HEAD_DIMS["codes"]:
+        raise ValueError(
+            f"LEANK_MASK={settings.mask}: a GPU reads bits per channel in heads of {HEAD_DIMS['codes']} channels, not "
+            f"{size}; take a mask without them"
+        )
     try:
         page_layout(mask, config.cache_config.block_size, settings.sink, settings.window, config.model_config.dtype)
     except ValueError as error:

@@ -29,7 +29,7 @@ from leank.eval.cache.attention.launch import Kernel, moved
 from leank.eval.cache.attention.readers import Config
 from leank.eval.methods.kernels import rkv as rkv_kernel
 from leank.eval.methods.kernels.rkv import UNIT as WHOLE
-from leank.eval.serving.kernels import paged
+from leank.eval.serving.kernels import coded, paged
 
 UNIT = -64  # log2 of kernels.packed.unit_of in bfloat16
 SUBNORMAL = -133  # log2 of bfloat16's smallest number, which a byte counts
@@ -54,6 +54,11 @@ OF_RKV = {
 }  # fmt: skip
 OF_CHOSEN = {
     **OF_DECODE, "base": NUMBER, "words": FLOATS, "q": NUMBER, "index": TABLE, "tail_ptr": COUNT, "chosen": TABLE,
+}  # fmt: skip
+OF_CODES = {
+    **dict.fromkeys(("pages", "k", "v", "ring_k", "ring_v", "full_k", "full_v", "few_k", "few_v"), NUMBER),
+    **dict.fromkeys(("plan", "lengths", "kept_table", "rest_table", "stripes", "index", "bands", "place"), TABLE),
+    "codes": BYTES, "rest_stripes": TABLE, "slots": COUNT,
 }  # fmt: skip
 HEADS = {"H": 8}
 FORM = decode.Form(
@@ -188,19 +193,30 @@ def main(dim: int) -> None:
         compiles(choose.score_tokens, OF_CHOSEN, labels)
     for change in ({"PER": 1, "CAP": 64}, {"PER": 16, "CAP": 0}):
         compiles(choose.choose, OF_CHOSEN, {**CHOICE, **change})
-    group = paged.Group(TABLE, TABLE, TABLE, "i32", "i32")
+    group = paged.Group(TABLE, TABLE, TABLE, TABLE, "i32", "i32", "i32")
     of_pages = {
         "pages": NUMBER, "q": NUMBER, "out": NUMBER, "lengths": TABLE, "kept": group, "rest": group, "part": FLOATS,
-        "stat": FLOATS, "done": TABLE, "scale": "fp32",
+        "stat": FLOATS, "done": TABLE, "scale": "fp32", "costs": TABLE,
     }  # fmt: skip
     for even, block in ((True, 64), (False, 16)):
-        compiles(paged.decode, of_pages, {"F": paged.Form(8, 4, dim, 8, 8, 64, 24, even, 16, 4, 16, block, block)})
+        served = paged.Form(8, 4, dim, 8, 8, 64, 24, even, 16, 4, 16, block, block)
+        compiles(paged.decode, of_pages, {"F": served, "READ": paged.read_columns, "CODES": None})
     mixed = banded.Codes(((16, 32, 64, 64, 4), (0, 0, 0, 64, 3), (48, 0, 0, 0, 16)), (9000,) * 3, 104000, True)
     text = compiles(decode.decode, OF_DECODE, {"F": form, "READ": banded.read, "CODES": mixed})
     assert not (wrong := wrong_units(text, (0, 2, 4))), f"{wrong}; Triton may have made 0 of one"
     of_packed = {name: kind for name, kind in OF_MOVE.items() if name != "ranks"} | {"k": BYTES, "v": BYTES}
     compiles(packed.move, of_packed, {**page, "BITS": 2, "CELL": 32})
     compiles(banded.move, of_packed | {"bands": TABLE}, page)
+    served = paged.Form(8, 4, dim, 8, 8, 64, 96, True, 16, 4, 16, 64, 8)
+    kernel = made(
+        paged.decode, of_pages, {"F": served, "READ": coded.read, "CODES": mixed._replace(BLOCK=64)}, stages=3
+    )
+    print(f"codes in pages of a server: {resources(kernel)}")
+    compiles(coded.write, OF_CODES, {"D": dim, "BLOCK": 8})
+    blocks = {"D": dim, "BLOCK": 64, "REST_BLOCK": 8}
+    made(coded.gather, OF_CODES, blocks, warps=8)
+    for chunks in (False, True):
+        compiles(coded.pack, OF_CODES, {**HEADS, **blocks, "CHUNKS": chunks})
 
 
 if __name__ == "__main__":

@@ -39,10 +39,12 @@ class Group(NamedTuple):
     """One of the two groups of pages, for one layer."""
 
     tables: Any  # int32 [batch, blocks], with the stride tables_b; the pages of each row
-    stripes: Any  # int32 [H, 5], `PageGroup.table`
-    channels: Any  # int32 [H, width], `PageGroup.channels`
+    stripes: Any  # int32 [H, 5], `PageGroup.table`; of codes, `CodedLayout.table`
+    channels: Any  # int32 [H, width], `PageGroup.channels`; of codes, the channels in their order
+    bands: Any  # int32 [H, 8] of codes, `CodedLayout.bands`; else not read
     tables_b: int
     width: int
+    page_bytes: int  # of codes, bytes of 64 tokens
 
 
 class Form(NamedTuple):
@@ -61,6 +63,8 @@ class Form(NamedTuple):
     MERGE_LINES: int  # partial results that a merge asks for at a time
     KEPT_BLOCK: int  # KEPT_BLOCK, REST_BLOCK: tokens of a page of each group
     REST_BLOCK: int
+    PAGE: int = 64  # tokens of a page of codes
+    WARPS: int = 4  # of a program
 
 
 # fmt: off
@@ -208,13 +212,13 @@ def _ends(
 
 
 @triton.jit
-def read(acc, m, z, query, where, row, tiles_read, scale, C: tl.constexpr, F: tl.constexpr):
-    """The tiles of a head that `tiles_read` names; the other tuples are those of `_read`.
+def _read(acc, m, z, query, where, row, tiles_read, scale, C: tl.constexpr, F: tl.constexpr):
+    """The tiles of a head that `tiles_read` names; the other tuples are those of `read_columns`.
 
     The head keeps more than C - 32 and up to C channels; 0 = none. EVEN: every count of channels is a multiple of 32.
     """
     q_row, ok, kept_channels, rest_channels = query
-    pages, page, kept, rest, kept_stripe, rest_stripe = where
+    pages, page, kept, rest, kept_stripe, rest_stripe, _bands, _page_bytes = where
     length, sink_size, window = row
     first, last, middle_first, middle_last = tiles_read
     D: tl.constexpr = F.D
@@ -273,44 +277,42 @@ def _before(x, begin, n, cost, START: tl.constexpr):
 
 @triton.jit
 def _span(
-    lengths, kept_stripes, rest_stripes, sink_size, window, batch, programs, p, F: tl.constexpr,
+    lengths, costs, sink_size, window, batch, programs, p, F: tl.constexpr,
 ):
     """The length of a span, the (row, head) in which program p's span begins, and where that (row, head) begins."""
     H: tl.constexpr = F.H
-    D: tl.constexpr = F.D
     TILE: tl.constexpr = F.TILE
     START: tl.constexpr = F.START
     rows, heads = tl.arange(0, F.BATCH), tl.arange(0, F.HEADS)
-    kept = tl.load(kept_stripes + heads * 5 + 1, mask=heads < H, other=0)
-    rest = tl.load(rest_stripes + heads * 5 + 1, mask=heads < H, other=0)
-    middle_cost = tl.where(kept > 0, (kept + D) // STRIPE, 0)
-    end_cost = tl.where(heads < H, (kept + rest + D) // STRIPE, 0)
+    middle_cost = tl.load(costs + heads * 2, mask=heads < H, other=0)
+    end_cost = tl.load(costs + heads * 2 + 1, mask=heads < H, other=0)
 
     tiles, _, middle = tiles_of(tl.load(lengths + rows, mask=rows < batch, other=0), sink_size, window, TILE)
     # an absent row has one tile, which is empty
-    of_row = (START * H + tl.maximum(tiles - middle, 1) * tl.sum(end_cost, 0)
-              + tl.where(middle > 0, START * tl.sum((kept > 0).to(tl.int32), 0) + middle * tl.sum(middle_cost, 0), 0))
+    of_middle = START * tl.sum((middle_cost > 0).to(tl.int32), 0) + middle * tl.sum(middle_cost, 0)
+    of_row = START * H + tl.maximum(tiles - middle, 1) * tl.sum(end_cost, 0) + tl.where(middle > 0, of_middle, 0)
     of_row = tl.where(rows < batch, of_row, 0)
     # no tile is longer than a span, so every program between two that read of a (row, head) reads of it, too
-    span = tl.maximum(tl.cdiv(tl.sum(of_row, 0), programs), tl.max(end_cost, 0) + START)
+    longest = tl.max(tl.maximum(end_cost, middle_cost), 0) + START
+    span = tl.maximum(tl.cdiv(tl.sum(of_row, 0), programs), longest)
     row = tl.sum((tl.cumsum(of_row, 0) <= p * span).to(tl.int32), 0)
     begin = tl.sum(tl.where(rows < row, of_row, 0), 0)
 
     length = tl.load(lengths + row, mask=row < batch, other=0)
     row_tiles, _sink, row_middle = tiles_of(length, sink_size, window, TILE)
     of_head = (_length(tl.maximum(row_tiles - row_middle, 1), end_cost, START)
-               + tl.where(kept > 0, _length(row_middle, middle_cost, START), 0))
+               + tl.where(middle_cost > 0, _length(row_middle, middle_cost, START), 0))
     of_head = tl.where(heads < H, of_head, 0)
     head = tl.sum(((heads < H) & (tl.cumsum(of_head, 0) <= p * span - begin)).to(tl.int32), 0)
     return span, row, head, begin + tl.sum(tl.where(heads < head, of_head, 0), 0)
 
 
 @triton.jit
-def _read(query, where, row, tiles_read, scale, F: tl.constexpr):
+def read_columns(query, where, row, tiles_read, scale, F: tl.constexpr, CODES: tl.constexpr):
     """Numerator [M, D], maximum [M] and denominator [M] of the softmax over tiles of a head.
 
     query: where the head's queries begin, which of M there are, and the channels of the two groups
-    where: the pages, a page's elements, block tables and stripes of the two groups
+    where: the pages, a page's elements, block tables and stripes of the two groups, and what `coded.read` takes besides
     row: its length, and the sizes of sink and window
     tiles_read: [first, last) of the ends, [middle_first, middle_last) of the middle
     """
@@ -322,16 +324,16 @@ def _read(query, where, row, tiles_read, scale, F: tl.constexpr):
     z = tl.zeros([M, TILE], tl.float32)
     width = where[4][1]
     if width == 0:
-        acc, m, z = read(acc, m, z, query, where, row, tiles_read, scale, 0, F)
+        acc, m, z = _read(acc, m, z, query, where, row, tiles_read, scale, 0, F)
     elif width <= 32:
-        acc, m, z = read(acc, m, z, query, where, row, tiles_read, scale, 32, F)
+        acc, m, z = _read(acc, m, z, query, where, row, tiles_read, scale, 32, F)
     elif width <= 64:
-        acc, m, z = read(acc, m, z, query, where, row, tiles_read, scale, 64, F)
+        acc, m, z = _read(acc, m, z, query, where, row, tiles_read, scale, 64, F)
     elif D > 64:
         if width <= 96:
-            acc, m, z = read(acc, m, z, query, where, row, tiles_read, scale, 96, F)
+            acc, m, z = _read(acc, m, z, query, where, row, tiles_read, scale, 96, F)
         else:
-            acc, m, z = read(acc, m, z, query, where, row, tiles_read, scale, 128, F)
+            acc, m, z = _read(acc, m, z, query, where, row, tiles_read, scale, 128, F)
     return acc, m, tl.sum(z, 1)
 
 
@@ -362,33 +364,33 @@ def _finish(
 
 @triton.jit(do_not_specialize=["batch", "programs", "sink_size", "window"])
 def decode(
-    pages, page, q, q_b, q_h, out, lengths, kept, rest, part, stat, done, scale, batch, programs, sink_size, window,
-    F: tl.constexpr,
+    pages, page, q, q_b, q_h, out, lengths, kept, rest, costs, part, stat, done, scale, batch, programs, sink_size,
+    window, F: tl.constexpr, READ: tl.constexpr, CODES: tl.constexpr,
 ):
     """Program p: its span of the line of all tiles.
 
     q: [batch, H * GROUP, D], by strides. out: [batch, H * GROUP, D].
     lengths: int32 [batch], tokens of a row, the query's own included; 0 = no row.
     part, stat: [programs + batch * H, ROWS, D] and [.., ROWS, 2] fp32. done: [batch * H] int32, zeros before and after.
-    page: elements of a page. kept, rest: a `Group` each. F: a `Form`.
+    page: elements of a page. kept, rest: a `Group` each.
+    costs: int32 [H, 2], length on the line of a tile of the middle, 0 = the head has none, and of one of the ends.
+    F: a `Form`. READ: `read_columns`, or for codes `coded.read`; CODES: what the latter is compiled for, else None.
     """
     H: tl.constexpr = F.H
-    D: tl.constexpr = F.D
     GROUP: tl.constexpr = F.GROUP
     START: tl.constexpr = F.START
     p = tl.program_id(0)
     page = tl.multiple_of(page.to(tl.int64), STRIPE)
     r = tl.arange(0, F.M)
     ok = r < GROUP
-    span, row, head, begin = _span(lengths, kept.stripes, rest.stripes, sink_size, window, batch, programs, p, F)
+    span, row, head, begin = _span(lengths, costs, sink_size, window, batch, programs, p, F)
     at, stop = p * span, (p + 1) * span
     while (row < batch) & (begin < stop):
         length = tl.load(lengths + row)
         kept_stripe, rest_stripe = stripe_of(kept.stripes, head), stripe_of(rest.stripes, head)
         tiles, in_sink, middle = tiles_of(length, sink_size, window, F.TILE)
-        ends, some = tl.maximum(tiles - middle, 1), tl.where(kept_stripe[1] > 0, middle, 0)
-        middle_cost = (kept_stripe[1] + D) // STRIPE
-        end_cost = middle_cost + rest_stripe[1] // STRIPE
+        middle_cost, end_cost = tl.load(costs + head * 2), tl.load(costs + head * 2 + 1)
+        ends, some = tl.maximum(tiles - middle, 1), tl.where(middle_cost > 0, middle, 0)
         middle_begin = begin + _length(ends, end_cost, START)
         newest = tl.where(some > 0, middle_begin + _length(some - 1, middle_cost, START),
                           begin + _length(ends - 1, end_cost, START))  # where the last tile begins
@@ -398,11 +400,11 @@ def decode(
             query = (q + b * q_b + (head * GROUP + r) * q_h, ok,
                      kept.channels + head * kept.width, rest.channels + head * rest.width)
             where = (pages, page, kept.tables + b * kept.tables_b, rest.tables + b * rest.tables_b,
-                     kept_stripe, rest_stripe)
+                     kept_stripe, rest_stripe, kept.bands + head * 8, kept.page_bytes)
             tiles_read = (_before(at, begin, ends, end_cost, START), _before(stop, begin, ends, end_cost, START),
                           in_sink + _before(at, middle_begin, some, middle_cost, START),
                           in_sink + _before(stop, middle_begin, some, middle_cost, START))
-            acc, m, z = _read(query, where, (length, sink_size, window), tiles_read, scale, F)
+            acc, m, z = READ(query, where, (length, sink_size, window), tiles_read, scale, F, CODES)
             _finish(out, acc, m, z, ok, p, row * H + head, first, last, part, stat, done, F)
         begin = middle_begin + _length(some, middle_cost, START)
         head += 1

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from leank import precision
 from leank.eval.cache.attention import variants
 from leank.eval.cache.attention.kernels.columns import EIGHT, FOUR, NARROW, THIRD, VARIANT, WHOLE
 from leank.eval.cache.attention.kernels.packed import (
@@ -40,12 +41,14 @@ from leank.eval.cache.attention.kernels.packed import (
     unit_of,
 )
 from leank.eval.cache.storage.banded import BANDS as BAND_COUNT
-from leank.precision import GROUP, VALUE_BITS, channel_bytes, value_bytes
+from leank.precision import GROUP, VALUE_BITS
 
 CELL = tl.constexpr(GROUP)
 BANDS = tl.constexpr(BAND_COUNT)
 LINES = tl.constexpr(variants.LEAST_LINES)  # of a piece
 WIDTHS = tl.constexpr(len(VALUE_BITS))
+# Triton refuses functions that it does not compile, unless they are constants
+CHANNEL_BYTES, VALUE_BYTES = tl.constexpr(precision.channel_bytes), tl.constexpr(precision.value_bytes)
 
 
 class Codes(NamedTuple):
@@ -55,6 +58,17 @@ class Codes(NamedTuple):
     PAGES: tuple[int, ...]  # bytes of a page of K and V for which each has room
     AHEAD: int  # bytes that a program may ask for before it needs them
     PTX: bool  # whether codes are unpacked in PTX, which Triton's interpreter cannot run
+    BLOCK: int = 0  # tokens of a block, where `_sums` looks pages up in a block table; 0 = they follow each other
+
+
+class Blocks(NamedTuple):
+    """In the place of a layer, for `_sums`, pages that a block table finds, each of all heads' 64 tokens."""
+
+    base: Any  # block 0, as a pointer to the model's dtype; codes: to bytes
+    codes: Any
+    table: Any  # int32, the row's blocks
+    block_bytes: Any
+    page_bytes: Any  # of 64 tokens over all heads that share a block
 
 
 # fmt: off
@@ -81,13 +95,13 @@ def first_plane(bits):
 @triton.constexpr_function
 def of_channel(bits, number):
     """Bytes that a channel of K takes of a page."""
-    return channel_bytes(bits, number)
+    return CHANNEL_BYTES(bits, number)
 
 
 @triton.constexpr_function
 def v_page_of(dtype, dim, bits):
     """Bytes of a page of V."""
-    return value_bytes(bits, dim, dtype.primitive_bitwidth // 8)
+    return VALUE_BYTES(bits, dim, dtype.primitive_bitwidth // 8)
 
 
 @triton.constexpr_function
@@ -334,11 +348,22 @@ def _add(
 
 
 @triton.jit
+def _places(blocks, page, last, BLOCK: tl.constexpr, PAGE: tl.constexpr):
+    """Where the pages number `page` [P] of a row begin, in bytes, int64; those from token `last` on may be anywhere."""
+    EACH: tl.constexpr = BLOCK // PAGE
+    block = tl.load(blocks.table + page // EACH, mask=page * PAGE < last, other=0).to(tl.int64)
+    return block * blocks.block_bytes + page % EACH * blocks.page_bytes
+
+
+@triton.jit
 def _sums(
     q_row, ok, index, layer, k_at, v_at, first, last, n, scale,
     WHICH: tl.constexpr, N: tl.constexpr, F: tl.constexpr, CODES: tl.constexpr,
 ):
-    """Every warp's softmax of tokens [first, last) of a part whose bands have n channels, for `packed._together`."""
+    """Every warp's softmax of tokens [first, last) of a part whose bands have n channels, for `packed._together`.
+
+    layer: of `parts`, or `Blocks`, in whose page the head's K and V begin at k_at and v_at
+    """
     D: tl.constexpr = F.D
     PAGE: tl.constexpr = F.PAGE
     WARPS: tl.constexpr = F.WARPS
@@ -375,10 +400,18 @@ def _sums(
     a0 = tl.zeros([WARPS, D // 4, N], tl.float32)
     a1, a2, a3 = a0, a0, a0
     M: tl.constexpr = ok.shape[0]
+    found = number * k_page
+    if CODES.BLOCK > 0:
+        found = _places(layer, first // PAGE + number, last, CODES.BLOCK, PAGE)
     for at in tl.range(first, last, WARPS * PAGE, num_stages=stages_of(CODES, WHICH, WARPS)):
         left = last - at - number * PAGE
-        start = number * k_page
-        page = k + tl.multiple_of(at // PAGE * k_page, 16)
+        start = found
+        page = k
+        if CODES.BLOCK > 0:  # the next pages are looked up before these are waited for
+            start = tl.multiple_of(start, [16])
+            found = _places(layer, at // PAGE + WARPS + number, last, CODES.BLOCK, PAGE)
+        else:
+            page += tl.multiple_of(at // PAGE * k_page, 16)
         s = tl.zeros([WARPS, M, HALF], tl.float32)
         t = s
         if K16 > 0:
@@ -402,8 +435,10 @@ def _sums(
         p = tl.exp2(s * scale - safe[:, :, None])
         sums = sums * alpha[:, :, None] + p
         alpha = alpha[:, None, :]
-        page = v + tl.multiple_of(at // PAGE * V_PAGE, 16)
-        start = number * V_PAGE
+        page = v
+        if CODES.BLOCK == 0:
+            page += tl.multiple_of(at // PAGE * V_PAGE, 16)
+            start = number * V_PAGE
         a0, a1, a2, a3 = _add(a0 * alpha, a1 * alpha, a2 * alpha, a3 * alpha, p, page, start, left, 0, dtype, F, V, PTX)
         p = tl.exp2(t * scale - safe[:, :, None])
         sums += p
@@ -435,8 +470,8 @@ def _due(ring, slots, oldest, index, channel, n, D: tl.constexpr):
     """The tokens of a group in the order of lines, two halves [HALF, R], for channels [R]; zeros from channel n on."""
     kept, t = channel < n, _tokens_of_lines()
     at = tl.load(index + channel, mask=kept, other=0)[None, :]
-    first = tl.load(ring + ((oldest + t) % slots)[:, None] * D + at, mask=kept[None, :], other=0.0)
-    return first, tl.load(ring + ((oldest + HALF + t) % slots)[:, None] * D + at, mask=kept[None, :], other=0.0)
+    first = tl.load(ring + ((t + oldest) % slots)[:, None] * D + at, mask=kept[None, :], other=0.0)
+    return first, tl.load(ring + ((t + HALF + oldest) % slots)[:, None] * D + at, mask=kept[None, :], other=0.0)
 
 
 @triton.jit
@@ -533,7 +568,7 @@ def _put_values(ring, slots, oldest, page, half: tl.constexpr, V: tl.constexpr, 
     dtype: tl.constexpr = ring.dtype.element_ty
     t, d = tl.arange(0, HALF), tl.arange(0, D)
     token, top = t + half * HALF, 0
-    x = tl.load(ring + ((oldest + token) % slots)[:, None] * D + d[None, :])
+    x = tl.load(ring + ((token + oldest) % slots)[:, None] * D + d[None, :])
     if V == 16:
         tl.store(page.to(tl.pointer_type(dtype), bitcast=True) + d[None, :] * PAGE + token[:, None], x)
     else:
@@ -572,6 +607,45 @@ def _put_page(ring, slots, oldest, page, V: tl.constexpr, D: tl.constexpr, PAGE:
 
 
 @triton.jit
+def bands_of(bands):
+    """Channels of a head's bands, as `page_bytes` takes them, and the bits of its V, from int32 [6]."""
+    n = (tl.load(bands), tl.load(bands + 1), tl.load(bands + 2), tl.load(bands + 3), tl.load(bands + 4))
+    return n, tl.load(bands + 5)
+
+
+@triton.jit
+def v_page_bytes(width, dtype: tl.constexpr, D: tl.constexpr):
+    """Bytes of a page of V of so many bits."""
+    size = 0
+    for i in tl.static_range(WIDTHS):
+        size = tl.where(width == width_of(i), v_page_of(dtype, D, width_of(i)), size)
+    return size
+
+
+@triton.jit
+def put_group(ring_k, ring_v, slots, oldest, index, n, width, page, v_page, D: tl.constexpr, PAGE: tl.constexpr):
+    """Pack the group of tokens from slot `oldest` on into a head's page of K and page of V.
+
+    n, width: from `bands_of`
+    """
+    dtype: tl.constexpr = ring_k.dtype.element_ty
+    NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
+    whole, eight, four, narrow, third = n
+    _put_whole(ring_k, slots, oldest, index, whole, page.to(tl.pointer_type(dtype), bitcast=True), D)
+    page += _room(whole) * of_channel(16, NUMBER)
+    index += whole
+    _put_even(ring_k, slots, oldest, index, eight, page, 8, D, PAGE)
+    page += _room(eight) * of_channel(8, NUMBER)
+    index += eight
+    _put_even(ring_k, slots, oldest, index, four, page, 4, D, PAGE)
+    page += _room(four) * of_channel(4, NUMBER)
+    _put_narrow(ring_k, slots, oldest, index + four, narrow, third, page, D)
+    for i in tl.static_range(WIDTHS):
+        if width == width_of(i):
+            _put_page(ring_v, slots, oldest, v_page, width_of(i), D, PAGE)
+
+
+@triton.jit
 def move(
     ring_k, ring_v, k, v, index, places, bands, seen_ptr, start_ptr, length_ptr, done,
     index_b, slots, window, flush, H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
@@ -593,29 +667,15 @@ def move(
             index += b * index_b + h * D
             ring_k += head * slots * D
             ring_v += head * slots * D
-            bands += h * 6
-            whole, eight, four = tl.load(bands), tl.load(bands + 1), tl.load(bands + 2)
-            narrow, third, width = tl.load(bands + 3), tl.load(bands + 4), tl.load(bands + 5)
+            n, width = bands_of(bands + h * 6)
             length = tl.load(length_ptr + head)
             oldest, amount = (start % slots).to(tl.int32), due.to(tl.int32)
             NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
-            k_page = page_bytes((whole, eight, four, narrow, third), NUMBER)
+            k_page = page_bytes(n, NUMBER)
             for at in range(0, amount, PAGE):
-                page, first = k + (length + at) // PAGE * k_page, oldest + at
-                of = index
-                _put_whole(ring_k, slots, first, of, whole, page.to(tl.pointer_type(dtype), bitcast=True), D)
-                page += _room(whole) * of_channel(16, NUMBER)
-                of += whole
-                _put_even(ring_k, slots, first, of, eight, page, 8, D, PAGE)
-                page += _room(eight) * of_channel(8, NUMBER)
-                of += eight
-                _put_even(ring_k, slots, first, of, four, page, 4, D, PAGE)
-                page += _room(four) * of_channel(4, NUMBER)
-                _put_narrow(ring_k, slots, first, of + four, narrow, third, page, D)
-                for i in tl.static_range(WIDTHS):
-                    if width == width_of(i):
-                        page = v + (length + at) // PAGE * v_page_of(dtype, D, width_of(i))
-                        _put_page(ring_v, slots, first, page, width_of(i), D, PAGE)
+                number = (length + at) // PAGE
+                put_group(ring_k, ring_v, slots, oldest + at, index, n, width, k + number * k_page,
+                          v + number * v_page_bytes(width, dtype, D), D, PAGE)
             tl.debug_barrier()  # every thread has read the length before one of them changes it
             tl.store(length_ptr + head, length + due)
         tl.debug_barrier()  # and the start
