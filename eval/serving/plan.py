@@ -9,22 +9,23 @@ A request holds pages of the group `rest` for its sink, and for the window befor
 for them.
 """
 
+from __future__ import annotations
+
 import argparse
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from annotated_types import Ge, Gt, Le
-from torch import Tensor
 
 from leank.cli import ending
-from leank.eval.cache.storage.segment import PAGE
-from leank.eval.serving.coded import page_layout
-from leank.eval.serving.settings import ServerSettings
-from leank.mask import ChannelMask
 from leank.typed import LARGEST, Checked, OneOf, Positive
 
-DTYPES = {2: torch.bfloat16, 4: torch.float32}  # of a model, by the bytes of a number
+if TYPE_CHECKING:  # PyTorch takes seconds to import
+    from torch import Tensor
+
+    from leank.mask import ChannelMask
+
+DTYPES = {2: "bfloat16", 4: "float32"}  # of a model, by the bytes of a number
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,11 @@ class Server(Checked):
 
     def pruned(self, mask: ChannelMask, sink: int, window: int) -> int:
         """Tokens admitted with a mask."""
-        layout = page_layout(mask, self.block, sink, window, DTYPES[self.itemsize])
+        import torch
+
+        from leank.eval.serving.coded import page_layout
+
+        layout = page_layout(mask, self.block, sink, window, getattr(torch, DTYPES[self.itemsize]))
         rest = RestBlocks(layout.rest.block, self.block, sink, window, grain=layout.grain)
         pages = -(-self.longest // self.block) + rest.most(self.step, self.longest, self.hits)
         return self.tokens(layout.page_columns, pages)
@@ -136,6 +141,10 @@ def main(argv: list[str] | None = None) -> None:
 
 def planned(args: argparse.Namespace) -> str:
     """The line that says what a server admits. Raises ValueError naming the argument at fault."""
+    from leank.eval.cache.storage.segment import PAGE
+    from leank.eval.serving.settings import ServerSettings
+    from leank.mask import ChannelMask
+
     settings = ServerSettings.find({"leank": {"mask": args.mask}})
     assert settings is not None
     mask = ChannelMask.load(args.mask)

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leank.eval.serving.settings import ServerSettings
 from leank.mask import FORMAT, LAYOUT_FORMAT, ChannelMask
 from leank.precision import GROUP, ROOM, Precision
 from leank.tensor_files import write_tensors
@@ -106,10 +105,7 @@ def test_a_file_whose_bits_and_format_differ_is_refused(tmp_path, form):
         ChannelMask.load(path)
 
 
-def test_a_server_refuses_a_layout_and_a_card_tells_of_it(tmp_path):
+def test_a_card_tells_of_a_layout(tmp_path):
     mask = layout_mask((1, 2, 8), 0)
-    mask.save(tmp_path / "m.safetensors")
     mask.save_pretrained(tmp_path / "card")
     assert f"takes {100 * mask.middle_bytes:.0f}% of its dense bytes" in (tmp_path / "card/README.md").read_text()
-    with pytest.raises(ValueError, match="vLLM stores kept channels in the model's dtype"):
-        ServerSettings.find({"leank": {"mask": str(tmp_path / "m.safetensors")}})

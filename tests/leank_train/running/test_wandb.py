@@ -106,6 +106,7 @@ def test_panels_of_the_workspace_show_logged_keys(logged):
 
 
 def test_the_workspace_can_be_built():
+    pytest.importorskip("wandb_workspaces")
     made = workspace("team/leank")
     assert (made.entity, made.project) == ("team", "leank")
     assert [len(section.panels) for section in made.sections] == [len(panels) for panels in PANELS.values()]
