@@ -106,7 +106,8 @@ def test_settings_are_those_of_the_configuration(module, given):
 
 HELPFUL = (
     "leank_train", "leank_train doctor", "leank_train share", "leank.eval", "leank.eval report", "leank.eval diff",
-    "leank.eval.papers", "leank.eval.lm_eval", "leank.eval.serving.serve", "leank.eval.serving.plan", "leank.data_gen", "scripts.sweep",
+    "leank.eval.papers", "leank.eval.lm_eval", "leank.eval.serving.serve", "leank.eval.serving.plan",
+    "leank.data_gen", "scripts.sweep",
 )  # fmt: skip
 
 
