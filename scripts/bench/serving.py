@@ -201,7 +201,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         replies = [by_cache(loaded.model, mask, ends, *request, stops) for request in zip(prompts, tokens, strict=True)]
         return {"replies": [vars(reply) for reply in replies]}
     settings = {"max_model_len": 2048, "max_num_seqs": 16, "block_size": args.block_size, "dtype": args.dtype}
-    llm = engine(None if args.variant == "stock" else args.mask, **{**settings, **VARIANTS[args.variant]})
+    settings |= {**VARIANTS[args.variant], **json.loads(args.settings)}
+    llm = engine(None if args.variant == "stock" else args.mask, **settings)
     found, counts = serve(llm, prompts, tokens, PREEMPT_EVERY if args.variant == "preempted" else 0)
     return {"replies": [vars(reply) for reply in found], **counts}
 
@@ -548,7 +549,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mask", type=Path, default=MASK, help="of same, offline and speed")
     parser.add_argument("--model", default=str(REFERENCE), help="offline, speed: a folder")
     parser.add_argument("--stock", action="store_true", help="offline, speed: without the mask")
-    parser.add_argument("--settings", default="{}", help="offline, speed: more settings of vllm.LLM, as JSON")
+    parser.add_argument("--settings", default="{}", help="more settings of vllm.LLM, as JSON")
     parser.add_argument("--at-once", type=int, nargs="+", default=[AT_ONCE], help="offline: requests under way")
     parser.add_argument(
         "--batches", nargs="+", default=["1x1024", "4x1024"], help="speed: requests x tokens of a prompt"

@@ -5,8 +5,10 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from scripts.bench.serving import SURE, Asked, Load, departs, drawn, form, load, loads, parsed, settings
+from scripts.bench.serving_rivals import layout_like
 
 
 def test_requests_arrive_at_the_rate_share_prefixes_and_have_the_lengths_asked_for():
@@ -18,6 +20,16 @@ def test_requests_arrive_at_the_rate_share_prefixes_and_have_the_lengths_asked_f
     assert sum(len(one.prompt) > 362 for one in asked) in range(160, 241)  # half, as the logarithm is uniform
     assert sum(one.prompt[:32] in prefixes for one in asked) in range(160, 241)
     assert sum(one.leave is not None for one in asked) in range(60, 141)
+
+
+@pytest.mark.parametrize("percent", [15, 20, 31])
+def test_a_layout_for_another_shape_takes_about_as_many_bytes(percent):
+    made = layout_like(percent, (32, 8, 128))
+    assert made.keep.shape == (32, 8, 128)
+    assert made.middle_bytes == pytest.approx(percent / 100, rel=0.1)
+    assert torch.equal(made.keep, layout_like(percent, (32, 8, 128)).keep)
+    with pytest.raises(ValueError, match="heads of 80 channels"):
+        layout_like(percent, (2, 2, 80))
 
 
 def reply(tokens, lead):
