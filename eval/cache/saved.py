@@ -31,7 +31,7 @@ from leank.precision import Precision
 from leank.tensor_files import DIGEST, DamagedFile, digest, read_tensors, write_tensors
 from leank.typed import Checked, typed
 
-FORMAT = "leank-cache-8"  # the name of the header in the file's metadata
+FORMAT = "leank-cache-9"  # the name of the header in the file's metadata
 CURE = "copy it again, or make it anew with save()"
 
 

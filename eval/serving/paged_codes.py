@@ -4,6 +4,7 @@ As in `eval.serving.paged`, of which this has the tables, the launches and the o
 two launches: all tokens to `rest`, then the pages that they fill to `kept`.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +37,7 @@ class CodedAttention(PagedAttention):
     ) -> None:
         super().__init__(layout, device, q_heads, rows, programs, varlen)
         self.page_bytes = layout.kept.bytes
-        self.variants = variants.variants(layout.codecs[0].model_heads, layout.head_dim)
+        self.variants = variants.variants(layout.codecs[0].model_heads(layout.head_dim), layout.head_dim)
         self.pages = tuple(variants.page_bytes(one, layout.head_dim, layout.dtype.itemsize) for one in self.variants)
         self.warps = 8 if self._padded > 16 and 8 * max(self.pages) < SHARED else 4
         size = self.programs, PAGE, layout.head_dim
@@ -44,10 +45,11 @@ class CodedAttention(PagedAttention):
 
     def _tables(self, layer: int, device: torch.device) -> LayerTables:
         layout, codec = self.layout, self.layout.codecs[layer]
-        numbers = torch.from_numpy(variants.numbers(codec))
+        found = variants.variants(codec.model_heads(layout.head_dim), layout.head_dim)
+        heads = np.array(codec.heads)
+        numbers = torch.from_numpy(variants.numbers(found, heads))
         some = ~layout.empty(layer)
-        bands = torch.cat([torch.tensor(codec.heads), numbers[:, None], some[:, None]], 1).int()
-        found = variants.variants(codec.model_heads, layout.head_dim)
+        bands = torch.cat([torch.from_numpy(heads), numbers[:, None], some[:, None]], 1).int()
         effort = torch.tensor([variants.effort(one, layout.head_dim) * EFFORT for one in found])[numbers]
         pages = torch.tensor([head.k_bytes + head.v_bytes for head in layout.kept.layers[layer]])
         middle = torch.where(some, (torch.maximum(pages, effort) / UNIT).ceil(), 0)
@@ -62,7 +64,7 @@ class CodedAttention(PagedAttention):
         from leank.eval.serving.kernels import coded
 
         on_gpu = self._done.is_cuda
-        return coded.read, banded.Codes(self.variants, self.pages, AHEAD, on_gpu, self.layout.kept.block)
+        return coded.read, banded.Codes(self.variants, self.pages, AHEAD, on_gpu, BLOCK=self.layout.kept.block)
 
     def store(self, pages: Tensor, layer: int, k: Tensor, v: Tensor, step: DeviceStep) -> None:
         from leank.eval.serving.kernels import coded

@@ -81,8 +81,6 @@ def why_not_middle(middle: Middle) -> str | None:
 def why_not_bits(codec: Codec) -> str | None:
     """Why only plain PyTorch can read what a codec stores; None if `readers.READERS` has a reader of it."""
     if isinstance(codec, Packing):
-        if codec.bits == 3:
-            return "the kernel reads 3 bits in layouts of several widths alone"
         return None if codec.group >= 32 else f"the kernel reads groups of 32 or 64 numbers, not {codec.group}"
     return None if isinstance(codec, Banded) else f"no kernel reads {codec.holds}"
 

@@ -1,13 +1,12 @@
-"""The kernel in CUDA that reads pages of bands (`kernels/codes.cu`): where it can run, its memory, and its launch.
+"""The kernel in CUDA that reads pages of codes (`kernels/codes.cu`): where it can run, its memory, and its launch.
 
-NVRTC compiles it, in a few seconds and once for a head's shape, whatever the layout. Elsewhere, and for more than 8
+NVRTC compiles it, in a few seconds and once for a head's shape, whatever the widths. Elsewhere, and for more than 8
 query rows of a KV head, `kernels.banded` reads the same pages.
 """
 
 import ctypes
 import functools
 import struct
-from collections.abc import Sequence
 from contextlib import suppress
 from importlib.resources import files
 from typing import Any
@@ -21,7 +20,7 @@ from leank.eval.cache.attention import schedule
 from leank.eval.cache.attention.kernels import HEAD_DIMS
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
 from leank.eval.cache.storage.segment import PAGE, round_up
-from leank.precision import GROUP, channel_bytes
+from leank.precision import channel_bytes
 
 ROWS = 8  # query rows of a KV head, at most
 WARPS = 8  # of a program
@@ -100,27 +99,33 @@ def tile(tokens: np.ndarray, programs: int) -> int:
     return whole if int((-(-tokens // whole)).sum()) >= programs else whole // 2
 
 
-def effort(counts: np.ndarray, value_bits: Sequence[int], dim: int) -> np.ndarray:
-    """Instructions of a warp for a page of heads, about, [H]; counts: [H, 5] of `Banded.counts`."""
-    whole, eight, four, narrow, third = (-(-counts // 16)).T
+def effort(heads: np.ndarray, dim: int) -> np.ndarray:
+    """Instructions of a warp for a page of heads, about, [...]; heads: [..., 6], see `quantised.Head`."""
+    whole, eight, four, narrow, third = np.moveaxis(-(-heads[..., :5] // 16), -1, 0)
     of_keys = 40 * whole + 69 * eight + 59 * four + 71 * narrow + 21 * third
     of_values = {16: 250, 8: 330, 4: 340, 3: 480, 2: 340}
-    return 300 + of_keys + np.array([of_values[bits] for bits in value_bits]) * dim // 128
+    return 300 + of_keys + np.vectorize(of_values.get)(heads[..., 5]) * dim // 128
 
 
-def constants() -> str:
-    """Declarations for the kernel: the schedule's columns, and what a channel takes of a page, from its format."""
+def constants(group: int) -> str:
+    """Declarations for the kernel: the schedule's columns, and what a channel takes of a page, from its format.
+
+    group: numbers of a quantisation group
+    """
     names = {name: getattr(schedule, name) for name in ("SINK", "WINDOW", "PROMPT", "TAIL", "FIELDS")}
-    names |= {column.name: column.value for column in schedule.Split} | {"PAGE": PAGE, "CELL": GROUP}
-    names |= {f"OF_{bits}": channel_bytes(bits) for bits in (16, 8, 4, 2)}
+    names |= {column.name: column.value for column in schedule.Split} | {"PAGE": PAGE, "CELL": group}
+    names |= {f"OF_{bits}": channel_bytes(bits, group=group) for bits in (16, 8, 4, 2)}
     names["OF_THIRD"] = channel_bytes(3) - channel_bytes(2)
     return f"enum {{ {', '.join(f'{name} = {n}' for name, n in names.items())} }};\n#line 1\n"
 
 
-def cubin(nvrtc: ctypes.CDLL, capability: tuple[int, int], dim: int, group: int, rows: int) -> bytes:
-    """The kernel for heads of `dim` channels and `rows` query rows, compiled. Raises RuntimeError with NVRTC's log."""
+def cubin(nvrtc: ctypes.CDLL, capability: tuple[int, int], dim: int, group: int, rows: int, cell: int) -> bytes:
+    """The kernel for heads of `dim` channels and `rows` query rows, compiled. Raises RuntimeError with NVRTC's log.
+
+    group: query heads of a KV head; cell: numbers of a quantisation group
+    """
     kernel = (files("leank.eval.cache.attention.kernels") / "codes.cu").read_text(encoding="utf-8")
-    source = (constants() + kernel).encode()
+    source = (constants(cell) + kernel).encode()
     sizes = {"D": dim, "GROUP": group, "ROWS": rows, "WARPS": WARPS}
     options = [
         "--gpu-architecture=sm_{}{}".format(*capability),
@@ -146,12 +151,12 @@ def cubin(nvrtc: ctypes.CDLL, capability: tuple[int, int], dim: int, group: int,
 
 
 @functools.cache
-def compiled(dim: int, group: int, rows: int, device: torch.device) -> Any:
+def compiled(dim: int, group: int, rows: int, cell: int, device: torch.device) -> Any:
     """The kernel on a device; see `cubin`."""
     nvrtc = compiler()
     assert nvrtc is not None
     with torch.cuda.device(device):
-        binary = cubin(nvrtc, torch.cuda.get_device_capability(device), dim, group, rows)
+        binary = cubin(nvrtc, torch.cuda.get_device_capability(device), dim, group, rows, cell)
         module: Any = cuda._cuda_load_module(binary, ["decode"])
         kernel = module["decode"]
         kernel.set_shared_memory_config(most_memory(device) - SPARE)
@@ -180,12 +185,13 @@ DEPENDENT = Attribute(id=6, value=1)
 
 
 def launch(
-    programs: int, rows: int, of_warp: tuple[int, int], dependent: bool, table: Tensor, layer: Layer, queries: Queries,
-    results: Results,
+    programs: int, rows: int, of_warp: tuple[int, int], cell: int, dependent: bool, table: Tensor, layer: Layer,
+    queries: Queries, results: Results,
 ) -> None:  # fmt: skip
     """Run the kernel over a schedule.
 
     rows: query rows of a KV head for which there is room; of_warp: of `warp_bytes`
+    cell: numbers of a quantisation group
     dependent: whether to use programmatic dependent launch
     """
     device, (_, heads, dim) = queries.q.device, layer.index.shape
@@ -206,6 +212,6 @@ def launch(
         ctypes.pointer(DEPENDENT),
         int(dependent),
     )
-    kernel = compiled(dim, queries.q.shape[1] // heads, rows, device)
+    kernel = compiled(dim, queries.q.shape[1] // heads, rows, cell, device)
     with torch.cuda.device(device):
         cuda._check_cuda(driver().cuLaunchKernelEx(ctypes.byref(config), kernel.func, addresses, None))

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from leank.eval.cache.attention import codes, schedule
+from leank.eval.cache.attention import codes, readers, schedule
 from leank.eval.cache.attention.batched import Plain, Plans
 from leank.eval.cache.attention.kernels import decode, ring
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
@@ -101,10 +101,10 @@ class OnGPU(Plain, Generic[PlanKind]):
 
     def move(self, store: Store, due: np.ndarray) -> None:
         batch, heads, slots, dim = store.ring_k.shape
-        tail, reader = store.tail, reader_of(store)
+        tail = store.tail
         done = self._scratch(0, dim, batch, tail.k.device)[2]
-        if reader is not None:
-            reader.move(store, done)
+        if store.middle.bits is not None:
+            readers.move(store, done)
         else:
             index = store.channels.index
             ranks = index if store.values is None else store.values.ranks()
@@ -184,9 +184,10 @@ class Kernel(OnGPU[LaunchPlan]):
         out = torch.empty(batch, queries, q_heads, dim, dtype=q.dtype, device=q.device)
         taken = Queries(q, position, q.stride(0), q.stride(1), q.stride(2), queries, scaling * LOG2_E)
         results = Results(out, partials, stats, done)
-        if (of_warp := self._warp_bytes(reader)) and group * queries <= codes.ROWS:
+        if reader and (of_warp := self._warp_bytes(reader)) and group * queries <= codes.ROWS:
             dependent = has_dependent_launch(q.device)
-            codes.launch(plan.programs, rows, of_warp, dependent, plan.table, layer_of(store), taken, results)
+            cell = reader.codes.GROUP
+            codes.launch(plan.programs, rows, of_warp, cell, dependent, plan.table, layer_of(store), taken, results)
             return out
         form = decode.Form(
             H=heads,

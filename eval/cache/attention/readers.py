@@ -13,11 +13,11 @@ import numpy as np
 from torch import Tensor
 
 from leank.eval.cache.attention import codes, schedule, variants
-from leank.eval.cache.attention.kernels import banded, packed
+from leank.eval.cache.attention.kernels import banded
 from leank.eval.cache.attention.schedule import Part
 from leank.eval.cache.storage.banded import Banded
 from leank.eval.cache.storage.codecs import PageSegment
-from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.quantised import BANDS, Packing
 from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.store import Store
 from leank.eval.cache.storage.upload import upload
@@ -49,29 +49,21 @@ class Config:
 WIDE = Config(warps=8)  # for tiles of more than 16 rows
 # For heads of more than 128 channels: a program has as many warps, and asks for as many bytes ahead, as two of 128.
 LONG = Config(warps=8, per_sm=1)
-# With a page more on its way, 8 warps' pages of 128 channels take 147 KB, and two programs do not fit a multiprocessor.
-WIDE_PACKED = replace(WIDE, stages=2, pdl=False)
-# By bits: the costs of a packed middle follow its bytes, and it gained nothing from programmatic dependent launch.
-_BYTES = Config(slow=1.0, per_tile=0, split=16384, pdl=False)
-PACKED = {8: _BYTES, 4: replace(_BYTES, slow=1.6), 2: replace(_BYTES, slow=1.6)}
-# Where every program has few pages, another one on its way gains nothing, and a split's start counts.
-PACKED_FEW = {b: replace(_BYTES, stages=2, slow=slow, split=65536) for b, slow in ((8, 1.3), (4, 1.6), (2, 2.5))}
+# Over codes costs follow bytes, and programmatic dependent launch gains nothing.
+MANY_PAGES = Config(slow=1.0, per_tile=0, split=16384, pdl=False)
+FEW_PAGES = replace(MANY_PAGES, split=65536)  # where every program reads few pages, a split's start counts
 
 
 @dataclass(frozen=True)
 class Reader:
     """How kernels run over a store whose middle is in fewer bits."""
 
-    # the Triton function that reads a part's codes within the decode kernel, with the parameters of
-    # `kernels.packed.read`
-    read: Any
-    codes: tuple[Any, ...]  # what `read` is compiled for, a tuple with names
+    read: Any  # the Triton function that reads a part's codes within the decode kernel, `banded.read`
+    codes: banded.Codes  # what it is compiled for
     cost: np.ndarray  # bytes that a page of the middle counts as in the schedule, [B or 1, H]
     # the launch for tiles of so many rows; the other argument says whether every program reads few pages
     config: Callable[[int, bool], Config]
-    # launches what `Store.move` does; its tensor, int32 [>= B], is zero before and after
-    move: Callable[[Store, Tensor], None]
-    columns: Mapping[Part, np.ndarray]  # of the middle's lines in the schedule, [H]
+    columns: Mapping[Part, np.ndarray]  # of the middle's lines in the schedule, [B or 1, H]
     # bytes of shared memory that a warp of `codes` has for K and V; None = that kernel does not read this store
     warp_bytes: tuple[int, int] | None = None
 
@@ -82,95 +74,61 @@ def reader_of(store: Store) -> Reader | None:
     return None if codec is None else READERS[type(codec)](store)
 
 
-def packed_reader(store: Store) -> Reader:
-    """The reader of pages of KIVI's."""
-    packing, tail = store.middle.bits, store.tail
-    assert isinstance(packing, Packing)
-    assert isinstance(tail, PageSegment)
-
-    def config(tile_rows: int, few: bool) -> Config:
-        if tile_rows > 16:
-            return WIDE_PACKED
-        return (PACKED_FEW if few else PACKED)[packing.bits]
-
-    return Reader(
-        read=packed.read,
-        codes=packed.Codes(packing.bits, packing.group, store.ring_k.is_cuda),
-        cost=np.add(*tail.page_bytes()),
-        config=config,
-        move=_move_packed,
-        columns={},
-    )
-
-
-def _move_packed(store: Store, done: Tensor) -> None:
-    packing, tail, index = store.middle.bits, store.tail, store.channels.index
-    assert isinstance(packing, Packing)
-    batch, heads, slots, dim = store.ring_k.shape
-    packed.move[(batch, heads)](
-        *(store.ring_k, store.ring_v, tail.k, tail.v, index, tail.places()),
-        *(store.seen_dev, store.start_dev, tail.length_dev, done),
-        *(index.stride(0), slots, store.sizes.window, store.sizes.flush),
-        H=heads,
-        D=dim,
-        PAGE=PAGE,
-        BITS=packing.bits,
-        CELL=packing.group,
-    )
-
-
-def banded_reader(store: Store) -> Reader:
-    """The reader of pages of bands."""
+def pages_reader(store: Store) -> Reader:
+    """The reader of pages of codes, KIVI's and a layout's."""
     codec, base, tail = store.middle.bits, store.ring_k, store.tail
-    assert isinstance(codec, Banded)
+    assert isinstance(codec, Packing | Banded)
     assert isinstance(tail, PageSegment)
-    dim, found = base.shape[-1], variants.variants(codec.model_heads, codec.head_dim)
-    numbers, pages = variants.numbers(codec), tuple(variants.page_bytes(one, dim, base.itemsize) for one in found)
+    dim, heads = base.shape[-1], codec.heads_of(store.channels.count)
+    found = variants.variants(codec.model_heads(dim), dim)
+    numbers = variants.numbers(found, heads)
+    pages = tuple(variants.page_bytes(one, dim, base.itemsize, codec.group) for one in found)
     warp_bytes = codes.warp_bytes(*tail.page_bytes()) if codes.can_read(base.device, base.dtype, dim) else None
     per_sm = codes.per_sm(warp_bytes, dim, base.device) if warp_bytes else 0
     warp_bytes = warp_bytes if per_sm else None
     # Programs share what takes time: bytes, or instructions where these take longer.
     if warp_bytes:
-        instructions = codes.effort(codec.counts, codec.value_bits, dim) * codes.BYTES_OF_EFFORT
+        instructions = codes.effort(heads, dim) * codes.BYTES_OF_EFFORT
     else:
         instructions = np.take([variants.effort(one, dim) * EFFORT for one in found] or [0], numbers)
-    cost = np.where(codec.counts.any(-1), np.maximum(np.add(*tail.page_bytes()), instructions), 0)
+    cost = np.where(heads[..., :BANDS].any(-1), np.maximum(np.add(*tail.page_bytes()), instructions), 0)
 
     def config(tile_rows: int, few: bool) -> Config:
         # `banded.stages_of` says how many pages each variant asks for ahead, so that all launches have one compiled
         # kernel
-        launch = replace((PACKED_FEW if few else PACKED)[4], stages=3, slow=1.0)
+        launch = FEW_PAGES if few else MANY_PAGES
         if warp_bytes:
             launch = replace(launch, per_sm=per_sm, per_tile=1024)
         if tile_rows > 16:  # of which ptxas of CUDA 12.8 gives a thread 32 registers if it is not told
-            launch = replace(WIDE_PACKED, registers=255)
+            launch = replace(WIDE, stages=2, pdl=False, registers=255)
         return launch if launch.warps * max(pages, default=0) < SHARED else replace(launch, warps=4)
 
     return Reader(
         read=banded.read,
-        codes=banded.Codes(found, pages, AHEAD, base.is_cuda),
+        codes=banded.Codes(found, pages, AHEAD, base.is_cuda, codec.group),
         cost=cost,
         config=config,
-        move=_move_banded,
-        columns={**dict(zip(schedule.BITS, np.array(codec.heads).T, strict=True)), Part.VARIANT: numbers},
+        columns={**dict(zip(schedule.BITS, np.moveaxis(heads, -1, 0), strict=True)), Part.VARIANT: numbers},
         warp_bytes=warp_bytes,
     )
 
 
-def _move_banded(store: Store, done: Tensor) -> None:
-    """Pack the tokens that are due, in one launch."""
+def move(store: Store, done: Tensor) -> None:
+    """Pack the tokens that are due, in one launch; done: int32 [>= B], zero before and after."""
     codec, tail, index = store.middle.bits, store.tail, store.channels.index
-    assert isinstance(codec, Banded)
+    assert isinstance(codec, Packing | Banded)
     batch, heads, slots, dim = store.ring_k.shape
+    bands = np.broadcast_to(codec.heads_of(store.channels.count), (batch, heads, 6))
     banded.move[(batch, heads)](
         *(store.ring_k, store.ring_v, tail.k, tail.v, index, tail.places()),
-        upload(np.array(codec.heads, dtype=np.int32), index.device),
+        upload(bands.astype(np.int32), index.device),
         *(store.seen_dev, store.start_dev, tail.length_dev, done),
         *(index.stride(0), slots, store.sizes.window, store.sizes.flush),
         H=heads,
         D=dim,
         PAGE=PAGE,
+        G=codec.group,
     )
 
 
-READERS: dict[type, Callable[[Store], Reader]] = {Packing: packed_reader, Banded: banded_reader}
+READERS: dict[type, Callable[[Store], Reader]] = {Packing: pages_reader, Banded: pages_reader}

@@ -86,7 +86,7 @@ def parts(store: Store, cost: np.ndarray | None = None, columns: Mapping[Part, n
     """The parts of a store in the order in which they are read. Returns [P, columns of Part] int64.
 
     cost: [B or 1, H], bytes that a page of the middle counts as; None = those of its numbers in the model's dtype
-    columns: [H], further columns of the middle of every head, else 0
+    columns: [B or 1, H], further columns of the middle of every head, else 0
     """
     base = store.ring_k
     batch, heads, _, dim = base.shape
@@ -111,7 +111,7 @@ def parts(store: Store, cost: np.ndarray | None = None, columns: Mapping[Part, n
         table[:, at, Part.CHANNELS] = segment.channels.count.reshape(-1)
         table[:, at, Part.WIDTH] = segment.width.reshape(-1)
         for column, of_heads in (columns or {}).items():
-            table[:, at, column] = np.tile(of_heads, batch)
+            table[:, at, column] = np.broadcast_to(of_heads, tokens.shape).reshape(-1)
     found = table.reshape(-1, len(Part))
     return found[found[:, Part.TOKENS] > 0]
 

@@ -6,13 +6,13 @@ heads that need no more, so that a layout of many heads has few of them. The ker
 
 import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 
 import numpy as np
 
-from leank.eval.cache.storage.banded import BANDS, Banded, Head
-from leank.precision import ROOM, key_bytes, value_bytes
+from leank.eval.cache.storage.quantised import BANDS, Head
+from leank.precision import GROUP, ROOM, key_bytes, value_bytes
 
 LEAST_LINES = 32  # lines of codes that a product takes, a byte each; a line of the narrow band has four channels
 MOST = 4  # variants where V has not more widths: each takes some ten seconds to compile
@@ -41,12 +41,12 @@ def variants(heads: tuple[Head, ...], head_dim: int) -> tuple[Variant, ...]:
     return tuple(sorted(found, key=sum))
 
 
-def numbers(codec: Banded) -> np.ndarray:
-    """The number of the variant that reads each head of a layer, [H]."""
-    found = variants(codec.model_heads, codec.head_dim)
-    own = map(needed, codec.heads)
+def numbers(found: tuple[Variant, ...], heads: np.ndarray) -> np.ndarray:
+    """The number of the first variant that reads each of `heads` [..., 6]: [...]."""
+    own = map(needed, heads.reshape(-1, heads.shape[-1]).tolist())
     # an empty head is not read
-    return np.array([next((i for i, one in enumerate(found) if _reads(one, least)), 0) for least in own])
+    of_each = [next((i for i, one in enumerate(found) if _reads(one, least)), 0) for least in own]
+    return np.array(of_each).reshape(heads.shape[:-1])
 
 
 def effort(variant: Variant, head_dim: int) -> int:
@@ -59,13 +59,13 @@ def effort(variant: Variant, head_dim: int) -> int:
     return 350 + of_keys + {16: 150, 8: 400, 4: 420, 3: 570, 2: 420}[values] * head_dim // 128
 
 
-def page_bytes(variant: Variant, head_dim: int, itemsize: int) -> int:
+def page_bytes(variant: Variant, head_dim: int, itemsize: int, group: int = GROUP) -> int:
     """Bytes of a page of K and V for which a variant has room."""
     *bands, values = variant
-    return key_bytes([*bands, bands[-1]], itemsize) + value_bytes(values, head_dim, itemsize)
+    return key_bytes([*bands, bands[-1]], itemsize, group) + value_bytes(values, head_dim, itemsize, group)
 
 
-def needed(head: Head) -> Variant:
+def needed(head: Sequence[int]) -> Variant:
     """The smallest variant that reads a head."""
     steps = (ROOM, LEAST_LINES, LEAST_LINES, 4 * LEAST_LINES)
     return *(-(-n // step) * step for n, step in zip(head[:BANDS], steps, strict=True)), head[-1]

@@ -14,7 +14,6 @@ import triton.language as tl
 
 from leank.eval.cache.attention.kernels.banded import (
     BANDS,
-    CELL,
     WIDTHS,
     Blocks,
     _room,
@@ -29,9 +28,11 @@ from leank.eval.cache.attention.kernels.banded import (
 )
 from leank.eval.cache.attention.kernels.packed import HALF, ROOM, _together
 from leank.eval.serving.kernels.paged import _ends, _look_up, stripe_of, tiles_of
+from leank.precision import GROUP
 
 FIELDS = tl.constexpr(8)  # of a head in `bands`
 PAGE = tl.constexpr(64)  # tokens of a page
+CELL = tl.constexpr(GROUP)  # numbers that share a scale
 
 # fmt: off
 
@@ -118,7 +119,8 @@ def pack(
             tl.debug_barrier()  # all tokens are there before a thread reads those of others
             n, bits = bands_of(bands + head * FIELDS)
             to_page = _codes_at(codes, page, page_bytes, kept_row, number, NUMBER, BLOCK)
-            put_group(ring_k, ring_v, 64, 0, index + head * D, n, bits, to_page + start, to_page + v_start, D, PAGE)
+            put_group(ring_k, ring_v, 64, 0, index + head * D, n, bits, to_page + start, to_page + v_start, 0,
+                      D, PAGE, CELL)
             tl.debug_barrier()  # and all are read before the next page's come
 
 

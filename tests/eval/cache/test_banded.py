@@ -14,9 +14,9 @@ from leank import ChannelMask, compressed_cache
 from leank.eval.cache import CompressedCache, Sizes, bytes_per_row
 from leank.eval.cache.hook import ATTENTION
 from leank.eval.cache.naive import in_bits
-from leank.eval.cache.storage.banded import codecs, tokens_from_lines, tokens_in_lines
+from leank.eval.cache.storage.banded import codecs
 from leank.eval.cache.storage.channels import KeptChannels
-from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.quantised import Packing, tokens_from_lines, tokens_in_lines
 from leank.eval.cache.storage.segment import Extent
 from leank.eval.methods.base import Method
 from leank.eval.methods.bits.kivi import KIVI

@@ -21,12 +21,12 @@ from leank.eval.cache.attention.kernels import HEAD_DIMS, banded, columns, packe
 from leank.eval.cache.attention.launch import Kernel
 from leank.eval.cache.attention.readers import EFFORT, READERS, Config
 from leank.eval.cache.attention.schedule import Part, Split
-from leank.eval.cache.storage.banded import BANDS, codecs
-from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.banded import codecs
+from leank.eval.cache.storage.quantised import BANDS, Packing
 from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.models import ModelConfig, load_model
-from leank.precision import GROUP, KEY_BITS, VALUE_BITS, Precision, channel_bytes
+from leank.precision import KEY_BITS, VALUE_BITS, Precision, channel_bytes
 from leank.shape import kv_shape
 from tests.helpers.layouts import layout, layout_mask
 
@@ -96,14 +96,14 @@ def test_logits_and_results_are_divided_by_the_unit(bits, monkeypatch):
 def test_variants_have_room_for_every_head_and_are_few():
     for seed in range(4):
         for codec in codecs(layout((6, 4, 128), seed)):
-            found = variants.variants(codec.model_heads, 128)
+            found = variants.variants(codec.model_heads(128), 128)
             assert len(found) <= max(variants.MOST, len(VALUE_BITS))
-            for head, number in zip(codec.heads, variants.numbers(codec), strict=True):
+            for head, number in zip(codec.heads, variants.numbers(found, np.array(codec.heads)), strict=True):
                 if any(head[:BANDS]):
                     assert (np.array(head[:BANDS]) <= found[number][:-1]).all()
                     assert head[-1] == found[number][-1]
     few = Precision(torch.full((2, 2, 64), 4, dtype=torch.uint8), torch.full((2, 2), 2, dtype=torch.uint8))
-    assert variants.variants(codecs(few)[0].model_heads, 64) == ((0, 0, 64, 0, 2),)
+    assert variants.variants(codecs(few)[0].model_heads(64), 64) == ((0, 0, 64, 0, 2),)
 
 
 def test_the_work_of_a_head_is_its_bytes_or_its_instructions():
@@ -112,13 +112,14 @@ def test_the_work_of_a_head_is_its_bytes_or_its_instructions():
     store = make_store([0] * 2, 64, [64 * 40], Sizes(0, 0, 64), DTYPE, bits=codec)
     plan = Kernel(programs=8).prepare(store)
     lines = plan.table[plan.table[:, Split.KIND] >= schedule.PROMPT]
-    number = variants.numbers(codec)[1]
+    found = variants.variants(codec.model_heads(64), 64)
+    number = variants.numbers(found, np.array(codec.heads))[1]
     own = torch.tensor(codec.key_bits[1])
     counts = [int((own >= least).sum() - (own > most).sum()) for least, most in OF_COUNTS]
     for line in lines.tolist():
         assert [line[Split[column.name]] for column in schedule.BITS] == [*counts, codec.value_bits[1]]
         assert (line[Split.VARIANT], line[Split.CHANNELS], line[Split.WIDTH]) == (number, int((own > 0).sum()), 64)
-    instructions = EFFORT * variants.effort(variants.variants(codec.model_heads, 64)[number], 64)
+    instructions = EFFORT * variants.effort(found[number], 64)
     page = max(sum(page[0, 1] for page in store.prompt.page_bytes()), instructions)
     parts = schedule.parts(store, plan.reader.cost, plan.reader.columns)
     assert {int(page)} == set(parts[parts[:, Part.KIND] >= schedule.PROMPT, Part.COST].tolist())
@@ -182,12 +183,14 @@ def test_only_what_codes_can_read_is_left_to_it(monkeypatch):
     assert not codes.can_read(device, torch.bfloat16, 128)
 
 
-def test_codes_have_the_constants_of_the_table_and_of_pages():
+@pytest.mark.parametrize("group", [32, 64])
+def test_codes_have_the_constants_of_the_table_and_of_pages(group):
     """The kernel in CUDA declares none of its own, so that a column that moves moves in both."""
     expected = {name: getattr(schedule, name) for name in ("SINK", "WINDOW", "PROMPT", "TAIL", "FIELDS")}
     expected |= {column.name: int(column) for column in Split}
-    expected |= dict(PAGE=PAGE, CELL=GROUP, OF_16=128, OF_8=68, OF_4=36, OF_2=20, OF_THIRD=8)
-    declared = {name: int(number) for name, number in re.findall(r"(\w+) = (\d+)", codes.constants())}
+    scales = 64 // group * 4
+    expected |= dict(PAGE=PAGE, CELL=group, OF_16=128, OF_8=64 + scales, OF_4=32 + scales, OF_2=16 + scales, OF_THIRD=8)
+    declared = {name: int(number) for name, number in re.findall(r"(\w+) = (\d+)", codes.constants(group))}
     assert declared == expected
     source = (Path(codes.__file__).parent / "kernels" / "codes.cu").read_text(encoding="utf-8")
     assert not re.search(rf"\b({'|'.join(expected)})\b\s*=[^=]|\benum\b", source)
@@ -227,10 +230,10 @@ def test_codes_are_compiled(dim, capability):
         pytest.skip("needs NVRTC")
     assert codes.compiles(nvrtc, capability)
     assert not codes.compiles(nvrtc, (99, 0))
-    for group, rows in ((4, 4), (3, 8)):
-        assert codes.cubin(nvrtc, capability, dim, group, rows)[:4] == b"\x7fELF"
+    for group, rows, cell in ((4, 4, 64), (3, 8, 64), (4, 4, 32), (3, 8, 32)):
+        assert codes.cubin(nvrtc, capability, dim, group, rows, cell)[:4] == b"\x7fELF"
     with pytest.raises(RuntimeError, match="NVRTC cannot compile codes"):
-        codes.cubin(nvrtc, capability, 0, 1, 1)
+        codes.cubin(nvrtc, capability, 0, 1, 1, 64)
 
 
 def test_a_byte_is_a_number_as_it_lies():

@@ -83,13 +83,21 @@ def test_where_the_codes_of_a_page_lie(bits):
     k, v = torch.randn(2, 1, 1, 64, dim, generator=torch.Generator().manual_seed(bits))
     segment.append(np.array([0]), k, v)
     (k_codes, k_scales), (v_codes, v_scales) = (Packing(bits, group).quantise(x) for x in (k[0, 0, :, :11], v[0, 0].mT))
-    room, line, top = 16, {8: 16, 4: 16, 2: 8}[bits], 2**bits - 1
+    room, top = 16, 2**bits - 1
     plane = segment.k[: 64 * room * bits // 8]
     for t in range(64):
+        row = t % 8 // 4 * 16 + t % 2 * 8 + t % 32 // 8 * 2 + t % 4 // 2  # the token's line in its half
         for c in range(11):
-            row, column = (t, c) if bits == 8 else (t % 32, c % line)
-            shift = 0 if bits == 8 else t // 32 * 4 + c // line * 2
-            assert int(plane[row * line + column]) >> shift & top == k_codes[t, c]
+            if bits == 8:
+                at, shift = (t // 32 * 32 + row) * room + c, 0
+            elif bits == 4:
+                at, shift = row * room + c, t // 32 * 4
+            else:  # four channels of a line in two bytes
+                at, shift = (2 * row + c % 4 // 2) * room // 4 + c // 4, t // 32 * 4 + c % 2 * 2
+            assert int(plane[at]) >> shift & top == k_codes[t, c]
+    if bits == 2:  # scales of the lines' channels 0, then 2, 1 and 3
+        padded = torch.nn.functional.pad(k_scales, (0, 0, 0, room - 11))
+        k_scales = padded[:, [4 * line + c for c in (0, 2, 1, 3) for line in range(room // 4)]]
     plane, step = segment.v[: 64 * dim * bits // 8], dim * bits // 8
     for t in range(64):
         for c in range(dim):

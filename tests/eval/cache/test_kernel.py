@@ -32,7 +32,7 @@ import triton.language as tl
 from leank.eval.cache import compressed_cache
 from leank.eval.cache.attention.backend import choose_backend
 from leank.eval.cache.attention.batched import Plain
-from leank.eval.cache.attention.kernels import packed
+from leank.eval.cache.attention.kernels import banded, packed
 from leank.eval.cache.attention.kernels.banded import joining, lowest_of
 from leank.eval.cache.attention.kernels.packed import instructions, numbers, step_of, unit_of
 from leank.eval.cache.attention.kernels.parts import merge
@@ -246,19 +246,20 @@ def test_the_work_of_a_head_is_the_bytes_of_its_keys_and_values():
 
 @pytest.mark.skipif(ON_GPU, reason="bfloat16 has that unit on the device below")
 def test_logits_and_results_are_divided_by_the_unit(monkeypatch):
-    monkeypatch.setattr(packed, "unit_of", lambda dtype, ptx: 2.0**-64)
+    for module in (packed, banded):
+        monkeypatch.setattr(module, "unit_of", lambda dtype, ptx: 2.0**-64)
     sizes = Sizes(10, 64, 32)
     check_decoding([17, 64], 64, 2, [170, 90], sizes, torch.float32, 1, 2, Config(), 3, bits=Packing(8, 32))
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_a_program_of_few_pages_asks_for_fewer_of_them_ahead(bits):
+def test_a_split_costs_more_where_programs_read_few_pages(bits):
     store = make_store([40, 0, 9], 64, [90], Sizes(4, 16, 32), torch.float16, bits=Packing(bits, 32))
     assert Kernel(programs=1).prepare(store).few
     store = make_store([64], 64, [64 * FEW + 90], Sizes(4, 16, 32), torch.float16, bits=Packing(bits, 32))
     assert not Kernel(programs=1).prepare(store).few
     reader = reader_of(store)
-    assert Kernel()._config(reader, 64, 16, few=True).stages < Kernel()._config(reader, 64, 16, few=False).stages
+    assert Kernel()._config(reader, 64, 16, few=True).split > Kernel()._config(reader, 64, 16, few=False).split
     assert Kernel(Config(stages=4))._config(reader, 64, 16, few=True).stages == 4  # what was asked for
 
 
@@ -311,8 +312,8 @@ PACKED = [
         *((None, {}, w) for w in LONG), *((None, {"widths": w, "per_row": True}, case) for *case, w in LONG_PRUNED),
         *((c, {"widths": w, "per_row": True}, case) for c in (Config(), Config(tile=128, stages=2))
           for *case, w in PRUNED),
-        *((c, {"bits": b}, p) for c in (Config(), Config(tile=128, stages=2)) for p in PACKED
-          for b in (Packing(2, 32), Packing(4, 32), Packing(2, 64), Packing(8, 64))),
+        *((c, {"bits": b}, p) for c in (None, Config()) for p in PACKED
+          for b in (Packing(2, 32), Packing(4, 32), Packing(8, 32), Packing(2, 64), Packing(8, 64))),
     ],
     ids=str,
 )  # fmt: skip

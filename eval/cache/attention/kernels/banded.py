@@ -1,9 +1,9 @@
-"""Pages of bands (eval.cache.storage.banded): how the decode kernel reads them, and how tokens are packed into them.
+"""Pages of codes (eval.cache.storage.quantised): how the decode kernel reads them, and how tokens are packed into them.
 
-Codes become numbers as in `packed`, of which this is the reader for several widths: every warp has a page of its own,
-reads one band of K after the other, adds their products to the page's logits, and then reads V. So a head takes as many
-bytes as its layout says, and its pages are read once. A code of the narrow band is joined of its planes; channels of 2
-bits have no line of the upper one, of which nothing is read.
+Codes become numbers as in `packed`. KIVI's pages have one band, a layout's up to four. Every warp has a page of its
+own, reads one band of K after the other, adds their products to the page's logits, and then reads V. So a head takes as
+many bytes as its widths say, and its pages are read once. A code of the narrow band is joined of its planes; channels
+of 2 bits have no line of the upper one, of which nothing is read.
 
 `read` is compiled for a few variants of heads (`attention.variants`), each a loop of its own without branches, in which
 Triton asks for the next pages while it multiplies. A loop takes a band's lines in pieces, whose codes become operands
@@ -40,10 +40,9 @@ from leank.eval.cache.attention.kernels.packed import (
     step_of,
     unit_of,
 )
-from leank.eval.cache.storage.banded import BANDS as BAND_COUNT
+from leank.eval.cache.storage.quantised import BANDS as BAND_COUNT
 from leank.precision import GROUP, VALUE_BITS
 
-CELL = tl.constexpr(GROUP)
 BANDS = tl.constexpr(BAND_COUNT)
 LINES = tl.constexpr(variants.LEAST_LINES)  # of a piece
 WIDTHS = tl.constexpr(len(VALUE_BITS))
@@ -58,6 +57,7 @@ class Codes(NamedTuple):
     PAGES: tuple[int, ...]  # bytes of a page of K and V for which each has room
     AHEAD: int  # bytes that a program may ask for before it needs them
     PTX: bool  # whether codes are unpacked in PTX, which Triton's interpreter cannot run
+    GROUP: int = GROUP  # numbers that share a scale, 32 or 64
     BLOCK: int = 0  # tokens of a block, where `_sums` looks pages up in a block table; 0 = they follow each other
 
 
@@ -93,15 +93,15 @@ def first_plane(bits):
 
 
 @triton.constexpr_function
-def of_channel(bits, number):
+def of_channel(bits, number, group=GROUP):
     """Bytes that a channel of K takes of a page."""
-    return CHANNEL_BYTES(bits, number)
+    return CHANNEL_BYTES(bits, number, group)
 
 
 @triton.constexpr_function
-def v_page_of(dtype, dim, bits):
+def v_page_of(dtype, dim, bits, group):
     """Bytes of a page of V."""
-    return VALUE_BYTES(bits, dim, dtype.primitive_bitwidth // 8)
+    return VALUE_BYTES(bits, dim, dtype.primitive_bitwidth // 8, group)
 
 
 @triton.constexpr_function
@@ -179,14 +179,14 @@ def _tokens_of_lines():
 
 
 @triton.jit
-def page_bytes(n, NUMBER: tl.constexpr):
+def page_bytes(n, NUMBER: tl.constexpr, G: tl.constexpr):
     """Bytes of a page of K, in which a number takes NUMBER bytes.
 
     n: channels in 16, 8 and 4 bits, narrow ones, and those of them with 3
     """
-    even = _room(n[0]) * of_channel(16, NUMBER) + _room(n[1]) * of_channel(8, NUMBER)
-    even += _room(n[2]) * of_channel(4, NUMBER)
-    return even + _room(n[3]) * of_channel(2, NUMBER) + _room(n[4]) * (of_channel(3, NUMBER) - of_channel(2, NUMBER))
+    even = _room(n[0]) * of_channel(16, NUMBER, G) + _room(n[1]) * of_channel(8, NUMBER, G)
+    even += _room(n[2]) * of_channel(4, NUMBER, G) + _room(n[3]) * of_channel(2, NUMBER, G)
+    return even + _room(n[4]) * (of_channel(3, NUMBER, G) - of_channel(2, NUMBER, G))
 
 
 @triton.jit
@@ -211,7 +211,7 @@ def _narrow_queries(q_row, ok, index, n, C: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def _narrow(
-    s, t, q, page, start, left, n, third, dtype: tl.constexpr, C: tl.constexpr, F: tl.constexpr, PTX: tl.constexpr,
+    s, t, q, page, start, left, n, third, dtype: tl.constexpr, C: tl.constexpr, CODES: tl.constexpr,
 ):
     """Add the products of a narrow band of n channels, at most C, to s and t, logits of a page's halves [P, M, HALF].
 
@@ -223,6 +223,8 @@ def _narrow(
     All lines of the variant are computed, without a branch: of those that the head lacks, no byte is read.
     """
     NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
+    PTX: tl.constexpr = CODES.PTX
+    CELLS: tl.constexpr = 2 * HALF // CODES.GROUP  # groups of a channel in a page: one, or one for each half
     lines, of_third = _room(n) // 4, _room(third) // 4
     upper = page + HALF * 2 * lines
     cells = (upper + HALF * of_third).to(tl.pointer_type(tl.int32), bitcast=True)
@@ -237,23 +239,27 @@ def _narrow(
         bits = tl.load(upper + at + token * of_third, mask=held[:, :, None], other=0)
         pairs = tl.tuple([])
         for i in tl.static_range(4):
-            pairs += scale_and_zero(cells, scales, (start // (2 * NUMBER))[:, None] + (i * lines + row)[None, :], there)
+            for half in tl.static_range(CELLS):
+                cell = ((4 * half + i) * lines + row)[None, :]
+                pairs += scale_and_zero(cells, scales, (start // (2 * NUMBER))[:, None] + cell, there)
         for i in tl.static_range(4):
-            scale, zero = pairs[2 * i][:, :, None], pairs[2 * i + 1][:, :, None]
+            scale, zero = pairs[2 * CELLS * i][:, :, None], pairs[2 * CELLS * i + 1][:, :, None]
             lower = first if i % 2 == 0 else later
             s = tl.dot(q[4 * j + i], joined(lower, bits, scale, zero, i // 2, i, PTX), s)
+            if CELLS == 2:
+                scale, zero = pairs[2 * CELLS * i + 2][:, :, None], pairs[2 * CELLS * i + 3][:, :, None]
             t = tl.dot(q[4 * j + i], joined(lower, bits, scale, zero, i // 2 + 2, i + 4, PTX), t)
     return s, t
 
 
 @triton.jit
 def _even(
-    s, t, q, page, start, left, room, dtype: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr, F: tl.constexpr,
-    PTX: tl.constexpr,
+    s, t, q, page, start, left, room, dtype: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr, CODES: tl.constexpr,
 ):
     """Do what `_narrow` does for a band in 8 or 4 bits with `room` channels, at most C."""
     NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
-    SIZE: tl.constexpr = F.PAGE * BITS // 8
+    PTX: tl.constexpr = CODES.PTX
+    SIZE: tl.constexpr = 2 * HALF * BITS // 8
     cells = (page + room * SIZE).to(tl.pointer_type(tl.int32), bitcast=True)
     scales = (page + room * SIZE).to(tl.pointer_type(dtype), bitcast=True)
     for j in tl.static_range(pieces_of(C, LINES)):
@@ -264,9 +270,12 @@ def _even(
         later = codes
         if BITS == 8:
             later = tl.load(page + at + HALF * room, mask=there[:, :, None], other=0)
-        scale, zero = scale_and_zero(cells, scales, (start // (2 * NUMBER))[:, None] + row[None, :], there)
+        cell = (start // (2 * NUMBER))[:, None] + row[None, :]
+        scale, zero = scale_and_zero(cells, scales, cell, there)
+        s = tl.dot(q[j], numbers(codes, scale[:, :, None], zero[:, :, None], 0, BITS, PTX), s)
+        if CODES.GROUP == HALF:
+            scale, zero = scale_and_zero(cells, scales, cell + room, there)
         scale, zero = scale[:, :, None], zero[:, :, None]
-        s = tl.dot(q[j], numbers(codes, scale, zero, 0, BITS, PTX), s)
         t = tl.dot(q[j], numbers(later, scale, zero, 8 // BITS - 1, BITS, PTX), t)
     return s, t
 
@@ -288,7 +297,7 @@ def _whole(s, t, q, page, start, left, room, C: tl.constexpr):
 @triton.jit
 def _values(
     page, start, left, top, half: tl.constexpr, SLAB: tl.constexpr, dtype: tl.constexpr, F: tl.constexpr,
-    V: tl.constexpr, PTX: tl.constexpr,
+    V: tl.constexpr, CODES: tl.constexpr,
 ):
     """Values of a half of pages in slab SLAB, [P, D / 4, HALF]; top: bytes of the highest of 3 bits."""
     W: tl.constexpr = F.D // 4
@@ -305,7 +314,8 @@ def _values(
         line = SLAB % LINES * W + tl.arange(0, W)
         at = (start + half * HALF)[:, None, None] + (line * F.PAGE)[None, :, None] + t[None, None, :]
         codes = tl.load(page + at, mask=there, other=0)
-        scale, zero = _scales_of_values(page, start, left, half, SLAB, dtype, F, V)
+        PTX: tl.constexpr = CODES.PTX
+        scale, zero = _scales_of_values(page, start, left, half, SLAB, dtype, F, V, CODES)
         scale, zero = scale[:, None, :], zero[:, None, :]
         if V == 3:
             found = joined(codes, top, scale, zero, SLAB, half * 4 + SLAB, PTX)
@@ -317,13 +327,14 @@ def _values(
 @triton.jit
 def _scales_of_values(
     page, start, left, half, SLAB: tl.constexpr, dtype: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
+    CODES: tl.constexpr,
 ):
     """Scales and zero points [P, HALF] of a slab's values."""
     NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
     SIZE: tl.constexpr = F.PAGE * F.D * V // 8
     cells = (page + SIZE).to(tl.pointer_type(tl.int32), bitcast=True)
     scales = (page + SIZE).to(tl.pointer_type(dtype), bitcast=True)
-    cell = tl.arange(0, HALF) + (SLAB * (F.D // 4) // CELL * F.PAGE + half * HALF)
+    cell = tl.arange(0, HALF) + (SLAB * (F.D // 4) // CODES.GROUP * F.PAGE + half * HALF)
     there = (left > 0)[:, None] & (cell >= 0)[None, :]
     return scale_and_zero(cells, scales, (start // (2 * NUMBER))[:, None] + cell[None, :], there)
 
@@ -331,7 +342,7 @@ def _scales_of_values(
 @triton.jit
 def _add(
     a0, a1, a2, a3, p, page, start, left, half: tl.constexpr, dtype: tl.constexpr, F: tl.constexpr, V: tl.constexpr,
-    PTX: tl.constexpr,
+    CODES: tl.constexpr,
 ):
     """Add values times weights p [P, N, HALF] to every slab's sum, [P, D / 4, N]."""
     W: tl.constexpr = F.D // 4
@@ -340,10 +351,10 @@ def _add(
     if V == 3:
         at = (start + F.PAGE * F.D // 4)[:, None, None] + (tl.arange(0, W) * HALF)[None, :, None]
         top = tl.load(page + at + tl.arange(0, HALF)[None, None, :], mask=(left > 0)[:, None, None], other=0)
-    a0 = tl.dot(_values(page, start, left, top, half, 0, dtype, F, V, PTX), x, a0)
-    a1 = tl.dot(_values(page, start, left, top, half, 1, dtype, F, V, PTX), x, a1)
-    a2 = tl.dot(_values(page, start, left, top, half, 2, dtype, F, V, PTX), x, a2)
-    a3 = tl.dot(_values(page, start, left, top, half, 3, dtype, F, V, PTX), x, a3)
+    a0 = tl.dot(_values(page, start, left, top, half, 0, dtype, F, V, CODES), x, a0)
+    a1 = tl.dot(_values(page, start, left, top, half, 1, dtype, F, V, CODES), x, a1)
+    a2 = tl.dot(_values(page, start, left, top, half, 2, dtype, F, V, CODES), x, a2)
+    a3 = tl.dot(_values(page, start, left, top, half, 3, dtype, F, V, CODES), x, a3)
     return a0, a1, a2, a3
 
 
@@ -375,7 +386,7 @@ def _sums(
     PTX: tl.constexpr = CODES.PTX
     dtype: tl.constexpr = layer.base.dtype.element_ty
     NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
-    V_PAGE: tl.constexpr = v_page_of(dtype, D, V)
+    V_PAGE: tl.constexpr = v_page_of(dtype, D, V, CODES.GROUP)
     UNIT: tl.constexpr = unit_of(dtype, PTX)
     k, v = tl.multiple_of(layer.codes + k_at, 16), tl.multiple_of(layer.codes + v_at, 16)
     token, number = _tokens(), tl.arange(0, WARPS)
@@ -392,7 +403,7 @@ def _sums(
     q4 = _queries_of(q_row, ok, index, n[2], K4, F)
     index += n[2]
     q = _narrow_queries(q_row, ok, index, n[3], K3, F)
-    k_page = page_bytes(n, NUMBER)
+    k_page = page_bytes(n, NUMBER, CODES.GROUP)
     scale *= 1.0 / UNIT
 
     top = tl.full([WARPS, N], float("-inf"), tl.float32)  # m and z of every warp
@@ -417,15 +428,15 @@ def _sums(
         if K16 > 0:
             of_numbers = page.to(tl.pointer_type(dtype), bitcast=True)
             s, t = _whole(s, t, q16, of_numbers, start // NUMBER, left, whole, K16)
-            page += tl.multiple_of(whole * of_channel(16, NUMBER), 16)
+            page += tl.multiple_of(whole * of_channel(16, NUMBER, CODES.GROUP), 16)
         if K8 > 0:
-            s, t = _even(s, t, q8, page, start, left, eight, dtype, 8, K8, F, PTX)
-            page += tl.multiple_of(eight * of_channel(8, NUMBER), 16)
+            s, t = _even(s, t, q8, page, start, left, eight, dtype, 8, K8, CODES)
+            page += tl.multiple_of(eight * of_channel(8, NUMBER, CODES.GROUP), 16)
         if K4 > 0:
-            s, t = _even(s, t, q4, page, start, left, four, dtype, 4, K4, F, PTX)
-            page += tl.multiple_of(four * of_channel(4, NUMBER), 16)
+            s, t = _even(s, t, q4, page, start, left, four, dtype, 4, K4, CODES)
+            page += tl.multiple_of(four * of_channel(4, NUMBER, CODES.GROUP), 16)
         if K3 > 0:
-            s, t = _narrow(s, t, q, page, start, left, n[3], n[4], dtype, K3, F, PTX)
+            s, t = _narrow(s, t, q, page, start, left, n[3], n[4], dtype, K3, CODES)
         s, t = _masked(s, token, left, N), _masked(t, token, left - HALF, N)
         # one step of the online softmax; the scale is positive, so the maximum may come before it
         new = tl.maximum(top, tl.maximum(tl.max(s, 2), tl.max(t, 2)) * scale)
@@ -439,10 +450,11 @@ def _sums(
         if CODES.BLOCK == 0:
             page += tl.multiple_of(at // PAGE * V_PAGE, 16)
             start = number * V_PAGE
-        a0, a1, a2, a3 = _add(a0 * alpha, a1 * alpha, a2 * alpha, a3 * alpha, p, page, start, left, 0, dtype, F, V, PTX)
+        a0, a1, a2, a3 = a0 * alpha, a1 * alpha, a2 * alpha, a3 * alpha
+        a0, a1, a2, a3 = _add(a0, a1, a2, a3, p, page, start, left, 0, dtype, F, V, CODES)
         p = tl.exp2(t * scale - safe[:, :, None])
         sums += p
-        a0, a1, a2, a3 = _add(a0, a1, a2, a3, p, page, start, left, 1, dtype, F, V, PTX)
+        a0, a1, a2, a3 = _add(a0, a1, a2, a3, p, page, start, left, 1, dtype, F, V, CODES)
     return a0, a1, a2, a3, top, sums
 
 
@@ -451,7 +463,14 @@ def read(
     acc, m, z, q_row, ok, index, layer, entry, k_at, v_at, first, last, scale,
     F: tl.constexpr, CODES: tl.constexpr,
 ):
-    """Tokens [first, last) of a part whose pages have bands; the parameters are those of `packed.read`."""
+    """Tokens [first, last) of a part in pages of codes; the form for 16 bits is `decode.middle`.
+
+    q_row: [M], where the queries of a tile begin; ok: [M], which rows hold one
+    index: the numbers of the head's kept channels
+    entry: the split's line of the schedule
+    k_at, v_at: bytes from the layer's `codes` to where the head's K and V begin
+    scale: factor of the logits, positive
+    """
     N: tl.constexpr = 8 if F.ROWS <= 8 and acc.shape[0] == 16 else acc.shape[0]
     n = (tl.load(entry + WHOLE).to(tl.int32), tl.load(entry + EIGHT).to(tl.int32), tl.load(entry + FOUR).to(tl.int32),
          tl.load(entry + NARROW).to(tl.int32), tl.load(entry + THIRD).to(tl.int32))
@@ -467,23 +486,32 @@ def read(
 
 @triton.jit
 def _due(ring, slots, oldest, index, channel, n, D: tl.constexpr):
-    """The tokens of a group in the order of lines, two halves [HALF, R], for channels [R]; zeros from channel n on."""
+    """The HALF tokens from slot `oldest` on in the order of lines, [HALF, R], for channels [R]; zeros from n on."""
     kept, t = channel < n, _tokens_of_lines()
     at = tl.load(index + channel, mask=kept, other=0)[None, :]
-    first = tl.load(ring + ((t + oldest) % slots)[:, None] * D + at, mask=kept[None, :], other=0.0)
-    return first, tl.load(ring + ((t + HALF + oldest) % slots)[:, None] * D + at, mask=kept[None, :], other=0.0)
+    return tl.load(ring + ((t + oldest) % slots)[:, None] * D + at, mask=kept[None, :], other=0.0)
 
 
 @triton.jit
-def _coded(ring, slots, oldest, index, channel, n, top, D: tl.constexpr):
-    """Codes up to top [R], of two halves [HALF, R], and scales and zero points [R] of channels; see `_due`."""
+def _coded(ring, slots, oldest, index, channel, n, top, half, D: tl.constexpr, G: tl.constexpr):
+    """Codes up to top [R] of a group's tokens for channels [R]; see `_due`.
+
+    Returns the codes [HALF, R] of its first half, and of its second one, where it has one (else the same), and scales
+    and zero points [R]. A group of HALF tokens is half `half` of a page.
+    """
     dtype: tl.constexpr = ring.dtype.element_ty
-    x, y = _due(ring, slots, oldest, index, channel, n, D)
-    low = tl.minimum(tl.min(x.to(tl.float32), 0), tl.min(y.to(tl.float32), 0)).to(dtype)
-    high = tl.maximum(tl.max(x.to(tl.float32), 0), tl.max(y.to(tl.float32), 0)).to(dtype)
+    x = _due(ring, slots, oldest, index, channel, n, D)
+    low, high = tl.min(x.to(tl.float32), 0), tl.max(x.to(tl.float32), 0)
+    if G > HALF:
+        y = _due(ring, slots, oldest + HALF, index, channel, n, D)
+        low, high = tl.minimum(low, tl.min(y.to(tl.float32), 0)), tl.maximum(high, tl.max(y.to(tl.float32), 0))
+    low, high = low.to(dtype), high.to(dtype)
     scale = _scale(low, high, top)
     first = _codes(x, scale[None, :], low[None, :], top[None, :])
-    return first, _codes(y, scale[None, :], low[None, :], top[None, :]), scale, low
+    later = first
+    if G > HALF:
+        later = _codes(y, scale[None, :], low[None, :], top[None, :])
+    return first, later, scale, low
 
 
 @triton.jit
@@ -495,8 +523,25 @@ def _put_scales(scales, number, scale, zero, there):
 
 
 @triton.jit
+def _put_bytes(to, first, later, half, there, G: tl.constexpr):
+    """Write codes of a group [HALF, R] where bytes have those of both halves: the upper four bits are the later one's.
+
+    A group of HALF tokens leaves the other half as it is: the first one clears the later one, which comes after it.
+    """
+    if G > HALF:
+        code = first | later << 4
+    else:
+        code = first << 4 * half
+        if half > 0:
+            tl.debug_barrier()  # what is there has been written
+            code |= tl.load(to, mask=there, other=0).to(tl.int32)
+    tl.store(to, code.to(tl.uint8), mask=there)
+
+
+@triton.jit
 def _put_even(
-    ring, slots, oldest, index, n, page, BITS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    ring, slots, oldest, index, n, page, half, BITS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    G: tl.constexpr,
 ):
     """Write a group of tokens into a band of 8 or 4 bits."""
     room = _room(n)
@@ -506,18 +551,19 @@ def _put_even(
         row = start + tl.arange(0, AT_ONCE)
         there = (row < room)[None, :]
         top = tl.full([AT_ONCE], 2**BITS - 1.0, tl.float32)
-        first, later, scale, zero = _coded(ring, slots, oldest, index, row, n, top, D)
+        first, later, scale, zero = _coded(ring, slots, oldest, index, row, n, top, half, D, G)
         at = t[:, None] * room + row[None, :]
         if BITS == 8:
-            tl.store(page + at, first.to(tl.uint8), mask=there)
-            tl.store(page + at + HALF * room, later.to(tl.uint8), mask=there)
+            tl.store(page + at + half * HALF * room, first.to(tl.uint8), mask=there)
+            if G > HALF:
+                tl.store(page + at + HALF * room, later.to(tl.uint8), mask=there)
         else:
-            tl.store(page + at, (first | later << 4).to(tl.uint8), mask=there)
-        _put_scales(scales, row, scale, zero, row < room)
+            _put_bytes(page + at, first, later, half, there, G)
+        _put_scales(scales, half * room + row, scale, zero, row < room)
 
 
 @triton.jit
-def _put_narrow(ring, slots, oldest, index, n, third, page, D: tl.constexpr):
+def _put_narrow(ring, slots, oldest, index, n, third, page, half, D: tl.constexpr, G: tl.constexpr):
     """Write a group of tokens into a narrow band; the parameters are those of `_narrow`."""
     lines, of_third = _room(n) // 4, _room(third) // 4
     upper = page + HALF * 2 * lines
@@ -527,29 +573,35 @@ def _put_narrow(ring, slots, oldest, index, n, third, page, D: tl.constexpr):
         row = start + tl.arange(0, AT_ONCE)
         there = row < lines
         bits = tl.zeros([HALF, AT_ONCE], tl.int32)
-        for later in tl.static_range(2):  # channels 0 and 1 of a line, then 2 and 3
+        bits_later = tl.zeros([HALF, AT_ONCE], tl.int32)
+        for pair in tl.static_range(2):  # channels 0 and 1 of a line, then 2 and 3
             byte = tl.zeros([HALF, AT_ONCE], tl.int32)
+            byte_later = tl.zeros([HALF, AT_ONCE], tl.int32)
             for i in tl.static_range(2):
-                channel = tl.where(there, 4 * row + 2 * later + i, n)
+                channel = tl.where(there, 4 * row + 2 * pair + i, n)
                 top = tl.where(channel < third, 7.0, 3.0)
-                x, y, scale, zero = _coded(ring, slots, oldest, index, channel, n, top, D)
-                byte |= (x & 3) << 2 * i | (y & 3) << 2 * i + 4
-                bits |= (x >> 2) << 2 * i + later | (y >> 2) << 2 * i + later + 4
-                _put_scales(scales, (2 * i + later) * lines + row, scale, zero, there)
-            tl.store(page + t * (2 * lines) + (later * lines + row)[None, :], byte.to(tl.uint8), mask=there[None, :])
-        tl.store(upper + t * of_third + row[None, :], bits.to(tl.uint8), mask=(row < of_third)[None, :])
+                x, y, scale, zero = _coded(ring, slots, oldest, index, channel, n, top, half, D, G)
+                byte |= (x & 3) << 2 * i
+                byte_later |= (y & 3) << 2 * i
+                bits |= (x >> 2) << 2 * i + pair
+                bits_later |= (y >> 2) << 2 * i + pair
+                _put_scales(scales, (4 * half + 2 * i + pair) * lines + row, scale, zero, there)
+            to = page + t * (2 * lines) + (pair * lines + row)[None, :]
+            _put_bytes(to, byte, byte_later, half, there[None, :], G)
+        _put_bytes(upper + t * of_third + row[None, :], bits, bits_later, half, (row < of_third)[None, :], G)
 
 
 @triton.jit
-def _put_whole(ring, slots, oldest, index, n, page, D: tl.constexpr):
+def _put_whole(ring, slots, oldest, index, n, page, half, D: tl.constexpr, G: tl.constexpr):
     """Write a group of tokens into a band of 16 bits."""
     room, t = _room(n), tl.arange(0, HALF)
     for first in range(0, room, AT_ONCE):
         row = first + tl.arange(0, AT_ONCE)
-        x, y = _due(ring, slots, oldest, index, row, n, D)
+        there = (row < room)[None, :]
         at = t[:, None] * room + row[None, :]
-        tl.store(page + at, x, mask=(row < room)[None, :])
-        tl.store(page + at + HALF * room, y, mask=(row < room)[None, :])
+        tl.store(page + at + half * HALF * room, _due(ring, slots, oldest, index, row, n, D), mask=there)
+        if G > HALF:
+            tl.store(page + at + HALF * room, _due(ring, slots, oldest + HALF, index, row, n, D), mask=there)
 
 
 @triton.jit
@@ -563,15 +615,18 @@ def _quarters(code, D: tl.constexpr):
 
 
 @triton.jit
-def _put_values(ring, slots, oldest, page, half: tl.constexpr, V: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
-    """Write half a group of tokens of V into a page; returns the highest of 3 bits, four to a number [HALF, D / 4]."""
+def _put_values(
+    ring, slots, oldest, page, half, V: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr,
+):
+    """Write HALF tokens of V into half `half` of a page; returns the highest of 3 bits, four to a number."""
     dtype: tl.constexpr = ring.dtype.element_ty
     t, d = tl.arange(0, HALF), tl.arange(0, D)
     token, top = t + half * HALF, 0
-    x = tl.load(ring + ((token + oldest) % slots)[:, None] * D + d[None, :])
+    x = tl.load(ring + ((t + oldest) % slots)[:, None] * D + d[None, :])
     if V == 16:
         tl.store(page.to(tl.pointer_type(dtype), bitcast=True) + d[None, :] * PAGE + token[:, None], x)
     else:
+        CELL: tl.constexpr = min(G, D)
         cells = tl.reshape(x.to(tl.float32), [HALF, D // CELL, CELL])
         low, high = tl.min(cells, 2).to(dtype), tl.max(cells, 2).to(dtype)
         scale = _scale(low, high, 2**V - 1.0)
@@ -597,13 +652,17 @@ def _put_values(ring, slots, oldest, page, half: tl.constexpr, V: tl.constexpr, 
 
 
 @triton.jit
-def _put_page(ring, slots, oldest, page, V: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
+def _put_page(
+    ring, slots, oldest, page, half, V: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr,
+):
     """Write a group of tokens into a page of V."""
-    first = _put_values(ring, slots, oldest, page, 0, V, D, PAGE)
-    later = _put_values(ring, slots, oldest, page, 1, V, D, PAGE)
+    first = _put_values(ring, slots, oldest, page, half, V, D, PAGE, G)
+    later = first
+    if G > HALF:
+        later = _put_values(ring, slots, oldest + HALF, page, half + 1, V, D, PAGE, G)
     if V == 3:
         line = tl.arange(0, D // 4)[None, :] * HALF + tl.arange(0, HALF)[:, None]
-        tl.store(page + PAGE * D // 4 + line, (first | later << 4).to(tl.uint8))
+        _put_bytes(page + PAGE * D // 4 + line, first, later, half, line >= 0, G)
 
 
 @triton.jit
@@ -614,46 +673,51 @@ def bands_of(bands):
 
 
 @triton.jit
-def v_page_bytes(width, dtype: tl.constexpr, D: tl.constexpr):
+def v_page_bytes(width, dtype: tl.constexpr, D: tl.constexpr, G: tl.constexpr):
     """Bytes of a page of V of so many bits."""
     size = 0
     for i in tl.static_range(WIDTHS):
-        size = tl.where(width == width_of(i), v_page_of(dtype, D, width_of(i)), size)
+        size = tl.where(width == width_of(i), v_page_of(dtype, D, width_of(i), G), size)
     return size
 
 
 @triton.jit
-def put_group(ring_k, ring_v, slots, oldest, index, n, width, page, v_page, D: tl.constexpr, PAGE: tl.constexpr):
-    """Pack the group of tokens from slot `oldest` on into a head's page of K and page of V.
+def put_group(
+    ring_k, ring_v, slots, oldest, index, n, width, page, v_page, half, D: tl.constexpr, PAGE: tl.constexpr,
+    G: tl.constexpr,
+):
+    """Pack the group of G tokens from slot `oldest` on into a head's page of K and page of V.
 
-    n, width: from `bands_of`
+    n, width: from `bands_of`; half: where a group of HALF tokens goes, 0 or 1, else 0
     """
     dtype: tl.constexpr = ring_k.dtype.element_ty
     NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
     whole, eight, four, narrow, third = n
-    _put_whole(ring_k, slots, oldest, index, whole, page.to(tl.pointer_type(dtype), bitcast=True), D)
-    page += _room(whole) * of_channel(16, NUMBER)
+    _put_whole(ring_k, slots, oldest, index, whole, page.to(tl.pointer_type(dtype), bitcast=True), half, D, G)
+    page += _room(whole) * of_channel(16, NUMBER, G)
     index += whole
-    _put_even(ring_k, slots, oldest, index, eight, page, 8, D, PAGE)
-    page += _room(eight) * of_channel(8, NUMBER)
+    _put_even(ring_k, slots, oldest, index, eight, page, half, 8, D, PAGE, G)
+    page += _room(eight) * of_channel(8, NUMBER, G)
     index += eight
-    _put_even(ring_k, slots, oldest, index, four, page, 4, D, PAGE)
-    page += _room(four) * of_channel(4, NUMBER)
-    _put_narrow(ring_k, slots, oldest, index + four, narrow, third, page, D)
+    _put_even(ring_k, slots, oldest, index, four, page, half, 4, D, PAGE, G)
+    page += _room(four) * of_channel(4, NUMBER, G)
+    _put_narrow(ring_k, slots, oldest, index + four, narrow, third, page, half, D, G)
     for i in tl.static_range(WIDTHS):
         if width == width_of(i):
-            _put_page(ring_v, slots, oldest, v_page, width_of(i), D, PAGE)
+            _put_page(ring_v, slots, oldest, v_page, half, width_of(i), D, PAGE, G)
 
 
 @triton.jit
 def move(
     ring_k, ring_v, k, v, index, places, bands, seen_ptr, start_ptr, length_ptr, done,
-    index_b, slots, window, flush, H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    index_b, slots, window, flush, H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr,
 ):
-    """Program (b, h): pack the due whole groups of row b's window behind those that head h holds; see `packed.move`.
+    """Program (b, h): pack the due whole groups of row b's window behind those that head h holds; see `ring.move`.
 
-    The parameters are those of `packed.move`.
-    bands: int32 [H, 6], channels in 16, 8 and 4 bits, narrow ones, those of them with 3, and the bits of V
+    The bytes are exactly those that `PageSegment.append` writes.
+    k, v: bytes; places count in them
+    bands: int32 [B, H, 6], channels in 16, 8 and 4 bits, narrow ones, those of them with 3, and the bits of V
+    G: numbers of a quantisation group
     """
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = tl.load(start_ptr + b)
@@ -667,15 +731,15 @@ def move(
             index += b * index_b + h * D
             ring_k += head * slots * D
             ring_v += head * slots * D
-            n, width = bands_of(bands + h * 6)
+            n, width = bands_of(bands + head * 6)
             length = tl.load(length_ptr + head)
             oldest, amount = (start % slots).to(tl.int32), due.to(tl.int32)
             NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
-            k_page = page_bytes(n, NUMBER)
-            for at in range(0, amount, PAGE):
-                number = (length + at) // PAGE
+            k_page = page_bytes(n, NUMBER, G)
+            for at in range(0, amount, G):
+                number, half = (length + at) // PAGE, ((length + at) % PAGE // HALF).to(tl.int32)
                 put_group(ring_k, ring_v, slots, oldest + at, index, n, width, k + number * k_page,
-                          v + number * v_page_bytes(width, dtype, D), D, PAGE)
+                          v + number * v_page_bytes(width, dtype, D, G), half, D, PAGE, G)
             tl.debug_barrier()  # every thread has read the length before one of them changes it
             tl.store(length_ptr + head, length + due)
         tl.debug_barrier()  # and the start

@@ -1,13 +1,13 @@
-/* Decode attention over pages of bands (eval.cache.storage.banded): products on codes as they lie.
+/* Decode attention over pages of codes (eval.cache.storage.quantised): products on codes as they lie.
 
 A code is an operand of the tensor cores without a conversion: in bfloat16, the bits of a byte b are the number
 b 2^-133, exactly, since numbers below 2^-126 are 2^-133 apart and the next ones, too. So nothing is unpacked but by a
 mask. Scales go to the other operand, which is smaller: with K = scale code + zero and V alike,
 
-    q . K_t = sum_c (q_c scale_c) code_tc + sum_c q_c zero_c        a page has one scale for each channel of K
-    p . V_c = sum_t (p_t scale_t) code_tc + sum_t p_t zero_t        a token has one for each 64 channels of V
+    q . K_t = sum_c (q_c scale_c) code_tc + sum_c q_c zero_c        CELL tokens have one scale for each channel of K
+    p . V_c = sum_t (p_t scale_t) code_tc + sum_t p_t zero_t        a token has one for each CELL channels of V
 
-Both sums of zero points are products of their own; that of K is the same for all tokens of a page. A code that lies at
+Both sums of zero points are products of their own; that of K is the same for all tokens of a page, or of a half. A code that lies at
 a higher bit of its byte is 2^bit times as large, so the other operand is as much smaller.
 
 Every warp has pages of its own, brought to shared memory ahead: the next page's K while it multiplies V, and the next V
@@ -26,7 +26,7 @@ its bytes 0 and 2 are a pair of columns, its bytes 1 and 3 the pair 8 later. Til
 
 Compiled for D channels of a head (64 or 128), GROUP query heads for each KV head, ROWS query rows of a program, at
 most 8, and WARPS warps. Declared before this file, by `codes.constants`: the columns of the schedule, FIELDS, the kinds of parts,
-PAGE, CELL, and OF_16 to OF_THIRD, the bytes that a channel of K takes of a page by its bits. */
+PAGE, CELL, the numbers that share a scale, and OF_16 to OF_THIRD, the bytes that a channel of K takes of a page by its bits. */
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -34,8 +34,9 @@ typedef unsigned int u32;
 typedef long long i64;
 
 constexpr int THREADS = 32 * WARPS;
-static_assert(PAGE == 64 && CELL == 64, "lines of a page are two halves of 32 tokens, and a scale is of 64 numbers");
+static_assert(PAGE == 64 && (CELL == 64 || CELL == 32), "lines of a page are two halves of 32 tokens");
 constexpr int TILES = D / 16, GROUPS = D / CELL;
+constexpr int HALVES = PAGE / CELL;  // of a page's tokens, each with scales of K of its own
 constexpr int ENDS = 16;  // tokens of sink and window that a warp reads at a time
 
 // Units. Queries are multiplied by 2^90 before they meet codes, so that logits come 2^-43 times as large; those that
@@ -158,7 +159,7 @@ struct Warp {  // a warp's number, and addresses in shared memory: of its K and 
 struct Rows {  // the query rows 2i and 2i + 1 that a lane has: softmax so far, base 2
   float most[2], sum[2];  // sum: of this lane's tokens
   float acc[TILES][4];    // channels 16 tile + g and + 8, times LOW
-  float zeros[4];         // of group g: the sum of p zero, times HIGH
+  float zeros[4];         // of group g of channels: the sum of p zero, times HIGH
 };
 
 // Queries of one (row, head), and the numbers of its kept channels, as they lie in memory: asked for, then brought to
@@ -228,6 +229,7 @@ DEVICE void put_plain_queries(u32 to, u32 raw) {  // for sink and window, channe
 }
 
 struct Scaled { uint2 high, rest; };
+struct BothHalves { Scaled first, later; };
 // scales: address of those of the lane's four channels; bias: the sum of q zero, of which every token has as much
 DEVICE Scaled scaled(u32 scales, uint2 q, float (&bias)[4], int g) {
   uint4 x = load4(scales);  // scales of 0 and 1, zeros of 0 and 1, then of 2 and 3
@@ -237,6 +239,12 @@ DEVICE Scaled scaled(u32 scales, uint2 q, float (&bias)[4], int g) {
   uint2 rest = {rest_of(q.x, first, high.x), rest_of(q.y, later, high.y)};
   if (PAIRED && g >= 4) high = rest;
   return {high, rest};
+}
+// The same for both halves of a page; stride: bytes from the scales of the first one to those of the later
+DEVICE BothHalves scaled(u32 scales, int stride, uint2 q, float (&bias)[HALVES][4], int g) {
+  Scaled first = scaled(scales, q, bias[0], g), later = first;
+  if (HALVES == 2) later = scaled(scales + stride, q, bias[HALVES - 1], g);
+  return {first, later};
 }
 DEVICE Scaled times(Scaled q, u32 by) {
   return {{times(q.high.x, by), times(q.high.y, by)}, {times(q.rest.x, by), times(q.rest.y, by)}};
@@ -251,8 +259,9 @@ DEVICE void product(float (&c)[4], u32 x, u32 y, u32 mask, const Scaled &b) {
   if (!PAIRED) product(c, x, y, mask, b.rest);
 }
 
-// Logits of a page's four tiles, times LOW, and the sum of q zero, times HIGH. k, q: addresses in shared memory
-DEVICE void logits(float (&s)[4][4], float (&bias)[4], u32 k, u32 q, const Bands &n, int lane) {
+// Logits of a page's four tiles, times LOW, and of each half the sum of q zero, times HIGH. k, q: addresses in shared
+// memory
+DEVICE void logits(float (&s)[4][4], float (&bias)[HALVES][4], u32 k, u32 q, const Bands &n, int lane) {
   int g = lane >> 2, i = lane & 3, room = Bands::room(n.whole);
   q += 8 * lane;
   u32 at = k + 2 * (g * room + 4 * i);
@@ -270,17 +279,18 @@ DEVICE void logits(float (&s)[4][4], float (&bias)[4], u32 k, u32 q, const Bands
   for (int step = 0; step < room; step += 16, at += 16, scales += 64, q += 256) {
     u32 x[4], y[4];
     for (int w = 0; w < 4; w++) x[w] = load1(at + 16 * w * room), y[w] = load1(at + (16 * w + 8) * room);
-    Scaled b = scaled(scales, load2(q), bias, g);
-    for (int w = 0; w < 4; w++) product(s[w], x[w], y[w], 0x00FF00FF, b);
+    BothHalves b = scaled(scales, 4 * room, load2(q), bias, g);
+    for (int w = 0; w < 4; w++) product(s[w], x[w], y[w], 0x00FF00FF, w < 2 ? b.first : b.later);
   }
   k += room * OF_8, room = Bands::room(n.four), at = k + g * room + 4 * i, scales = k + 32 * room + 16 * i;
 #pragma unroll 1
   for (int step = 0; step < room; step += 16, at += 16, scales += 64, q += 256) {
     u32 x[2], y[2];
     for (int w = 0; w < 2; w++) x[w] = load1(at + 16 * w * room), y[w] = load1(at + (16 * w + 8) * room);
-    Scaled b = scaled(scales, load2(q), bias, g), of_upper = times(b, SIXTEENTH);
+    BothHalves b = scaled(scales, 4 * room, load2(q), bias, g);
+    Scaled of_upper = times(b.later, SIXTEENTH);
     for (int w = 0; w < 2; w++) {
-      product(s[w], x[w], y[w], 0x000F000F, b);
+      product(s[w], x[w], y[w], 0x000F000F, b.first);
       product(s[w + 2], x[w], y[w], 0x00F000F0, of_upper);
     }
   }
@@ -300,9 +310,10 @@ DEVICE void logits(float (&s)[4][4], float (&bias)[4], u32 k, u32 q, const Bands
         u32 a = load1(third + 16 * w * of_third), b = load1(third + (16 * w + 8) * of_third);
         x[w] |= __funnelshift_l(a, a, 2 - i) & 0x44444444, y[w] |= __funnelshift_l(b, b, 2 - i) & 0x44444444;
       }
-    Scaled b = scaled(scales, load2(q), bias, g), of_upper = times(b, SIXTEENTH);
+    BothHalves b = scaled(scales, 16 * lines, load2(q), bias, g);
+    Scaled of_upper = times(b.later, SIXTEENTH);
     for (int w = 0; w < 2; w++) {
-      product(s[w], x[w], y[w], 0x00070007, b);
+      product(s[w], x[w], y[w], 0x00070007, b.first);
       product(s[w + 2], x[w], y[w], 0x00700070, of_upper);
     }
   }
@@ -432,11 +443,14 @@ DEVICE void read_pages(const Args &x, Rows &rows, Warp &warp, const u8 *k, const
   put_queries(warp.q, warp.raw, n);
 #pragma unroll 1
   for (; page < end; page += WARPS) {
-    float s[4][4] = {}, of_zeros[4] = {};
+    float s[4][4] = {}, of_zeros[HALVES][4] = {};
     wait_for(warp.bars, warp.phase);
     logits(s, of_zeros, warp.k, warp.q, n, lane);
     __syncwarp();
     int next = page + WARPS, left = last - page * PAGE;
+    if (HALVES == 2)  // `weigh` adds what the first half has
+      for (int w = 2; w < 4; w++)
+        for (int c = 0; c < 4; c++) s[w][c] += (of_zeros[HALVES - 1][c & 1] - of_zeros[0][c & 1]) * OF_ZEROS;
     fetch(warp.k, k + (i64)next * k_page, next < end ? k_page : 0, warp.bars, lane);
     if (left < PAGE) {
       int g = lane >> 2, token = 8 * (g >> 1) + 2 * (g & 1);
@@ -444,7 +458,7 @@ DEVICE void read_pages(const Args &x, Rows &rows, Warp &warp, const u8 *k, const
         for (int c = 0; c < 4; c++)
           if (32 * (w >> 1) + 4 * (w & 1) + token + (c >> 1) >= left) s[w][c] = NONE;
     }
-    float bias[2] = {of_zeros[0] * OF_ZEROS * warp.scale, of_zeros[1] * OF_ZEROS * warp.scale};
+    float bias[2] = {of_zeros[0][0] * OF_ZEROS * warp.scale, of_zeros[0][1] * OF_ZEROS * warp.scale};
     u32 p[4][2];
     weigh<4>(p, rows, s, bias, warp.scale, n.values == 16 ? LOW_BITS : HIGH_BITS);
     wait_for(warp.bars + 8, warp.phase);
@@ -603,7 +617,7 @@ DEVICE void finish(const Args &x, Rows &rows, float *own, float *first, int stri
   for (int group = 0; group < GROUPS; group++)
     for (int r = 0; r < 2; r++) {
       float zeros = __shfl_sync(~0u, rows.zeros[r], 4 * group + i) * OF_ZEROS;
-      for (int tile = 4 * group; tile < 4 * group + 4; tile++)
+      for (int tile = CELL / 16 * group; tile < CELL / 16 * (group + 1); tile++)
         for (int c = r; c < 4; c += 2) {
           float *to = own + (2 * i + r) * D + 16 * tile + g + 8 * (c >> 1);
           if (2 * i + r < ROWS) *to = (rows.acc[tile][c] + zeros) * (1 / LOW);

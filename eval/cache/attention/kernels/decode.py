@@ -287,7 +287,7 @@ def decode(
     scratch, room: where logits are left; see `evict`
     most: partial results of a chunk that there is room for. places: B * H
     F: a `Form`. CODES: what READ is compiled for
-    READ: the function that reads a middle in fewer bits, with the parameters of `packed.read`; None = it is in 16 bits
+    READ: the function that reads a middle in fewer bits, with the parameters of `banded.read`; None = it is in 16 bits
     """
     M: tl.constexpr = F.M
     D: tl.constexpr = F.D

@@ -1,7 +1,7 @@
 """Tokens into the window's ring, and out of it into the middle: the fast forms of Store.write and Store.move.
 
-Both count tokens on the device, so that a captured CUDA graph can be replayed. A packed middle has a `move` of its own,
-eval.cache.attention.kernels.packed.
+Both count tokens on the device, so that a captured CUDA graph can be replayed. A middle in few
+bits has a `move` of its own, eval.cache.attention.kernels.banded.
 """
 
 from __future__ import annotations
