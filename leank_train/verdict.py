@@ -20,6 +20,7 @@ from torch import Tensor
 from leank import stats
 from leank.backbone import Backbone
 from leank.channel_scores import lowest_frequencies
+from leank.data_gen.amount import amount
 from leank.data_gen.tasks import Mixture
 from leank.head import Head, check_head
 from leank.mask import ChannelMask
@@ -172,11 +173,12 @@ def judge(config: RunConfig, backbone: Backbone, masks: Mapping[str, ChannelMask
             compared[FREQUENCIES] = lowest_frequencies(backbone.model.config, config.pruning.ratio).keep
             ratios[FREQUENCIES] = ratios[MASK]
     losses: dict[str, dict[str, list[float]]] = {name: {TASKS: [], TEXT: []} for name in compared}
-    with Meter("verdict: measures the mask on documents that no step has seen", 2 * documents, "document") as meter:
+    phase = f"verdict: measures {amount(len(compared), 'mask')} on {amount(2 * documents, 'document')} of no step"
+    with Meter(phase, 2 * documents * len(compared), "pass") as meter:
         for kind, batch in _documents(config, backbone, documents):
-            for name, loss in _divergences(config, backbone, batch, compared, masks[MASK].mean_keys).items():
+            for name, loss in _divergences(config, backbone, batch, compared, masks[MASK].mean_keys):
                 losses[name][kind].append(loss)
-            meter.update()
+                meter.update()
     return Verdict(losses, ratios, shares)
 
 
@@ -197,11 +199,11 @@ def mixtures(config: RunConfig, backbone: Backbone) -> dict[str, Mixture]:
 def _divergences(
     config: RunConfig, backbone: Backbone, batch: Batch, masks: Mapping[str, Tensor | Precision | Kivi],
     mean_keys: Tensor | None,
-) -> dict[str, float]:  # fmt: skip
-    """Return KL to dense under each `keep`, layout and KIVI; the document and its questions are read once."""
+) -> Iterator[tuple[str, float]]:  # fmt: skip
+    """Yield KL to dense under each `keep`, layout and KIVI; the document and its questions are read once."""
     model, pruning = backbone.model, config.pruning
     prefix, question, full = read(model, batch, config.trainer.prefill_kernel, mean_keys)
-    head, found = Head.of(model), {}
+    head = Head.of(model)
     given = model, prefix, question, batch.answers.ids, batch.answers.lengths
     how: dict[str, Any] = {"sink": pruning.sink, "window": pruning.window, "empty_heads": "drop"}
     for name, keep in masks.items():
@@ -210,5 +212,4 @@ def _divergences(
         else:
             layout, group = (keep.precision, keep.group) if isinstance(keep, Kivi) else (keep, None)
             pruned = stored_student(*given, widths_of(layout).to(model.device, torch.float32), **how, group=group)
-        found[name] = float(kl_loss(head, full, pruned, batch.answers.lengths))
-    return found
+        yield name, float(kl_loss(head, full, pruned, batch.answers.lengths))

@@ -8,13 +8,27 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from leank.backbone import load_config
 from leank.eval.cache import compressed_cache
+from leank.shape import kv_shape
 from leank.typed import BadConfig
 from leank_train import consult, doctor
 from leank_train.__main__ import fitted
+from leank_train.keys import KeySizes, _of_keys, joined, of_files, of_text
 from leank_train.settings import check, fingerprint
 from tests.helpers.composed import evaluation, training
 from tests.helpers.families import FAMILIES, REFUSED, UNTRAINED, build
@@ -52,35 +66,44 @@ def test_what_is_served_is_full_attention():
         (256, 2, "yes; over fewer bits .* plain PyTorch alone: "),
     ],
 )
-def test_the_kernel_is_told_by_head_dim(dim, kv_heads, said):
+def test_the_kernel_is_told_by_head_dim(dim, kv_heads, said, monkeypatch):
     config = LlamaConfig(num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=kv_heads, head_dim=dim)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert re.match(said, dict(doctor.answers(model))["GPU kernel"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert dict(doctor.answers(model))["GPU kernel"].startswith("no")
 
 
 def test_the_bytes_are_those_that_a_cache_holds():
     """Of the whole prompt in 16 bits, against the parts of a real cache without its tables and slack."""
     model, tokens = build("llama"), 320
-    table = doctor.gains(model.config, 10**6, [tokens], [1]).set_index("method")["cache"]
+    ends = doctor.sizes(model.config)
+    table = doctor.gains(model.config, 10**6, [tokens], [1], 0, ends).set_index("method")["cache"]
     dense = 2 * 2 * 2 * 16 * tokens * doctor.ITEMSIZE
     assert table["dense"] == f"{dense / 1024:.3g} KiB"
-    sink, window = doctor.sizes(model.config)
+    sink, window = ends
     middle = 2 * 2 * (8 + 16) * (tokens - sink - window) * doctor.ITEMSIZE
     held = middle + 2 * 2 * 2 * 16 * (sink + window) * doctor.ITEMSIZE
     assert table["LeanK 50%"] == f"{held / 1024:.3g} KiB"
     assert compressed_cache(model, None).compressed[0].sizes.sink == 128  # the doctor's own sizes are the small ones
 
 
-@pytest.mark.parametrize("name", ["reference", "reference_mixed", "mistral"])
-def test_the_commands_fit_the_model(name, tmp_path):
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("name", ["reference", "reference_mixed", "mistral", "narrow"])
+def test_the_commands_fit_the_model_and_the_machine(name, gpu, tmp_path):
     if name == "mistral":  # 131,072 positions, and a sliding window of 4,096 tokens
         name = str(save_model(tmp_path, MistralForCausalLM, MistralConfig, max_position_embeddings=131072))
-    *trains, evaluates = doctor.commands(name, load_config(name))
-    for line in trains:
-        program, *overrides = shlex.split(line)[2:]
-        assert program == "leank_train"
-        check(training(*overrides))
+    if name == "narrow":  # heads of 24 channels take a mask
+        name = str(save_model(tmp_path, head_dim=24, max_position_embeddings=4096))
+    train, evaluates = doctor.commands(name, load_config(name), gpu)
+    program, *overrides = shlex.split(train)[2:]
+    assert program == "leank_train"
+    config = check(training(*overrides))
+    assert (config.pruning.bytes is None) == bool(kv_shape(load_config(name)).head_dim % 16)
+    assert (config.stage1.steps > 0) == gpu
+    assert gpu or config.data.max_length * config.data.calibration <= 8192
     assert evaluation(*shlex.split(evaluates)[3:])["benchmark"]["name"] == "text"
 
 
@@ -112,6 +135,7 @@ def test_a_mistake_is_one_line(capsys, monkeypatch):
     for given, status, line in (
         (["no/such"], 1, r"leank_train doctor: model\.name='no/such' cannot be loaded"),
         (["reference", "--tokens", "0"], 2, r"argument --tokens: 0 is no number of 1 to \d+; give one"),
+        (["reference", "--memory", "x"], 2, r"argument --memory: x is no number of GiB above 0; give one"),
         (["reference", "--batch", "0"], 2, r"argument --batch: 0 is no number of 1 to \d+; give one"),
         (["reference", "--batch", "8", "x"], 2, r"argument --batch: x is no number of 1 to \d+; give one"),
     ):
@@ -147,3 +171,138 @@ def test_a_bare_command_gets_settings_that_fit_its_model(monkeypatch):
         assert fitted(works, [], False) == (works, "")
     refused = training("+experiment=smollm2_70pct", "pruning.window=5000")
     assert fitted(refused, ["pruning.window"], True) == (refused, "")
+
+
+GIB = 2**30
+
+
+def advised(tokens, batch, memory, fp8="unknown", head_dim=128, weights=3 * GIB, **how):
+    """What is advised on a model of the 1.5B's shape, 28 KiB of K and V a token."""
+    config = LlamaConfig(
+        hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2, head_dim=head_dim,
+        max_position_embeddings=32768,
+    )  # fmt: skip
+    peak = {"saturates": 500.0, "coarse": 354.0}.get(fp8, 5.0)
+    keys = KeySizes(torch.full((28, 256), peak), 60.0 if fp8 == "safe" else None, "from K's biases")
+    assert keys.fp8 == fp8
+    given = {"trains": True, "served": True, "server": False} | how
+    return doctor.advice(config, (weights, weights), tokens, batch, memory, keys, (16, 256), **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((400, 8, 80 * GIB), r"^400 tokens lie mostly in sink and window, 272 tokens .*: take dense\.$"),
+        ((8192, 1, 80 * GIB), r"^1 prompt of 8,192 tokens .* gains less than a tenth .*, and they fit: take dense\.$"),
+        ((32768, 64, 80 * GIB), r"56 GiB of K and V beside 3 GiB .* at 0\.25 of the middle's bytes .*: take a layout"),
+        ((32768, 64, 14 * GIB), r"which do not fit into 14 GiB, and at 0\.15 of .* the most that fits: take a layout"),
+        ((32768, 64, 4 * GIB), r"a layout of bits at 0\.1 holds 10: take fewer or shorter ones"),
+        ((32768, 64, 2 * GIB), r"^The weights alone take 3 GiB of 2 GiB: take a larger machine"),
+    ],
+)  # fmt: skip
+def test_what_to_take_is_told_with_its_reason(given, said):
+    assert re.search(said, advised(*given))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"trains": False}, r"the model cannot be trained here: take KIVI 4 bits\.$"),
+        ({"head_dim": 24}, r"a multiple of 16 channels: take KIVI 4 bits\.$"),
+        ({"server": True, "fp8": "safe"}, r"FP8 holds the model's keys: take FP8\.$"),
+        ({"server": True, "fp8": "coarse"}, r"keys reach 354, for which FP8 is too coarse, .*: take a mask, LeanK 70%"),
+        ({"server": True, "fp8": "saturates", "served": False}, r"keys reach 500, .* no other bits: take dense"),
+        ({"server": True}, r"nothing bounds the model's keys for FP8: take a mask, LeanK 70%, or look with --probe"),
+    ],
+)
+def test_what_to_take_depends_on_what_the_model_allows(how, said):
+    assert re.search(said, advised(32768, 64, 80 * GIB, **how))
+
+
+def test_lengths_beyond_the_positions_have_a_line_and_no_table(tmp_path):
+    build("llama").config.save_pretrained(tmp_path)
+    both = doctor.examine(str(tmp_path), (400, 600), (1,))
+    assert "600 tokens are beyond the model's 512 positions" in both
+    assert re.search("^ *400 +dense", both, re.MULTILINE)
+    assert not re.search("^ *600 +dense", both, re.MULTILINE)
+    assert "dense" not in doctor.examine(str(tmp_path), (600,), (1,))
+
+
+def planted(folder, biases=None, weight=None, family="qwen2"):
+    """A tiny model in a folder whose K has biases, {(layer, channel of the first head): value}, or one norm weight."""
+    model_class, config_class = {
+        "qwen2": (Qwen2ForCausalLM, Qwen2Config),
+        "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+        "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig),
+    }[family]
+    changes = {"head_dim": 16, "sliding_window": 256} if family == "gemma3" else {"head_dim": 16}
+    save_model(folder, model_class, config_class, **changes)
+    tensors = load_file(folder / "model.safetensors")
+    for (layer, channel), value in (biases or {}).items():
+        tensors[f"model.layers.{layer}.self_attn.k_proj.bias"][channel] = value
+    if weight is not None:
+        for name in tensors:
+            if name.endswith("k_norm.weight"):
+                tensors[name] = torch.full_like(tensors[name], weight)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("biases", "fp8", "said"),
+    [
+        ({(1, 0): 300.0, (1, 8): 400.0}, "saturates", "outliers of 500 in layer 1"),  # a pair, which RoPE turns
+        ({(0, 3): 210.0}, "coarse", "outliers of 210 in layer 0"),
+        ({(0, 3): 4.0, (1, 2): -7.0}, "unknown", "channels reach 7"),
+        ({}, "unknown", "no size"),
+    ],
+)
+def test_planted_biases_are_found_without_the_model(tmp_path, monkeypatch, biases, fp8, said):
+    name = planted(tmp_path, biases)
+    found = of_files(name, load_config(name))
+    assert found.fp8 == fp8
+    assert said in found.said()[0]
+    monkeypatch.setattr("leank.backbone._weights", lambda *given: pytest.fail("weights are loaded"))
+    text = doctor.examine(name, (400,), (1,))
+    assert ("FP8, not safe here" in text) == (fp8 in ("saturates", "coarse"))
+    assert re.search(r"^FP8 +no" if fp8 != "unknown" else r"^FP8 +not known", text, re.MULTILINE)
+
+
+def test_the_keys_of_a_text_are_those_that_the_biases_say(tmp_path):
+    """Two channels of a pair, of which a position turns one to nearly the pair's norm."""
+    name = planted(tmp_path, {(1, 0): 300.0, (1, 8): 400.0})
+    read = of_text(name)
+    assert 0.95 * 500 < read.peak < 1.1 * 500
+    assert read.outliers == [1]
+    both = joined(of_files(name, load_config(name)), read)
+    assert both.fp8 == "saturates"
+    assert "from K's biases, and from a text of 512 tokens" in both.said()[0]
+    assert joined(of_files(name, load_config(name)), replace(read, largest=read.largest * 0)).peak == 500
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize(("weight", "fp8"), [(1.0, "safe"), (300.0, "unknown")])
+def test_a_norm_of_k_bounds_its_keys(tmp_path, family, weight, fp8):
+    name = planted(tmp_path, weight=weight, family=family)
+    found = of_files(name, load_config(name))
+    assert found.bound == pytest.approx(4 * (weight + (family == "gemma3")))  # sqrt(16) |w|
+    assert found.fp8 == fp8
+    assert of_text(name).peak <= found.bound * (1 + 1e-5)
+    assert f"none is beyond {found.bound:.0f}" in found.said()[0]
+
+
+def test_weights_that_are_not_here_or_damaged(tmp_path):
+    name = planted(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"model.safetensors cannot be read .*; copy it again"):
+        of_files(name, load_config(name))
+    (tmp_path / "model.safetensors").unlink()
+    assert of_files(name, load_config(name)).source == "its weights are not here"
+
+
+def test_the_bias_of_a_projection_of_all_three():
+    config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_hidden_layers=1)
+    fused = torch.arange(4 * 8 + 2 * 2 * 8.0)
+    assert torch.equal(_of_keys(fused, config), fused[32:48])
+    assert torch.equal(_of_keys(fused[32:48], config), fused[32:48])
+    assert _of_keys(fused[:5], config) is None

@@ -110,7 +110,7 @@ def test_kivi_is_a_layout_with_cells_of_its_own_size(model_folder):
     (_, batch), *_ = _documents(config, backbone, 1)
     forms = {"layout": equal(backbone.shape, 2)}
     forms |= {f"kivi{bits}": Kivi.of(backbone.shape, bits) for bits in (2, 4)}
-    found = _divergences(config, backbone, batch, forms, None)
+    found = dict(_divergences(config, backbone, batch, forms, None))
     assert 0 < found["kivi4"] < found["kivi2"]
     assert found["kivi2"] != found["layout"]
     assert Kivi.of(DecoderShape(2, 2, 64), 4).middle_bytes == pytest.approx(5 / 16)
@@ -126,7 +126,7 @@ def test_the_divergence_is_that_of_a_stage(model_folder, compensated):
     means = torch.randn(tuple(backbone.shape), generator=torch.Generator().manual_seed(1)) if compensated else None
     stage = Stage1(backbone, config.stage1, config.pruning, parallel=config.trainer, mean_keys=means)
     for _, batch in _documents(config, backbone, 1):
-        found = _divergences(config, backbone, batch, {"mine": keep, "dense": torch.ones_like(keep)}, means)
+        found = dict(_divergences(config, backbone, batch, {"mine": keep, "dense": torch.ones_like(keep)}, means))
         assert found["mine"] == pytest.approx(float(stage.distillation(batch, keep)), rel=1e-5)
         assert found["dense"] == pytest.approx(0, abs=1e-6)
         assert found["mine"] > 1e-4
