@@ -3,6 +3,7 @@ interpreter on a CPU, on the device with `-m gpu`."""
 
 import ctypes
 import re
+import shutil
 import sysconfig
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.models import ModelConfig, load_model
 from leank.precision import KEY_BITS, VALUE_BITS, Precision, channel_bytes
 from leank.shape import kv_shape
+from tests.helpers import emulated
 from tests.helpers.layouts import layout, layout_mask
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float16
@@ -234,6 +236,35 @@ def test_codes_are_compiled(dim, capability):
         assert codes.cubin(nvrtc, capability, dim, group, rows, cell)[:4] == b"\x7fELF"
     with pytest.raises(RuntimeError, match="NVRTC cannot compile codes"):
         codes.cubin(nvrtc, capability, 0, 1, 1, 64)
+
+
+@pytest.fixture(scope="module")
+def compiled_folder(tmp_path_factory):
+    """Where kernels for the CPU are kept while this file runs."""
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.mark.skipif(ON_GPU or shutil.which("g++") is None, reason="the same on the device below; needs g++")
+@pytest.mark.parametrize(
+    ("codec", "counts", "group"),
+    [
+        (Packing(4, 32), [40, 64], 2),
+        (Packing(2, 32), [40, 17], 2),
+        (Packing(8, 32), [9, 64], 2),
+        (codec_of(ALL, 64, 2), [0, 0], 5),  # of 8 rows, scaled queries and their rests are operands of their own
+    ],
+    ids=["4 bits", "2 bits", "8 bits", "layout"],
+)
+def test_products_on_codes_on_a_cpu(codec, counts, group, compiled_folder, monkeypatch):
+    """The kernel in CUDA, run as C++, with a page that is filled in part."""
+    launches = []
+    monkeypatch.setattr(codes, "can_read", lambda *_: True)
+    monkeypatch.setattr(codes, "per_sm", lambda *_: 1)
+    monkeypatch.setattr(codes, "launch", lambda *given: (launches.append(1), emulated.launch(compiled_folder, *given)))
+    monkeypatch.setattr(Kernel, "write", lambda kernel, store, k, v: store.write(k, v))
+    sizes = Sizes(10, 64, codec.group)
+    check_decoding(counts, 64, group, [301, 170], sizes, torch.bfloat16, 1, 2, None, 5, bits=codec)
+    assert len(launches) == 4
 
 
 def test_a_byte_is_a_number_as_it_lies():

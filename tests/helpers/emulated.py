@@ -1,0 +1,77 @@
+"""Run the kernel in CUDA, `codes.cu`, on a CPU: its own C++ but for PTX, in place of which `cuda_on_cpu.h` stands.
+
+It needs g++. A test that has the CPU's tensors read by it patches `codes.launch` with `launch`.
+"""
+
+import ctypes
+import functools
+import re
+import struct
+import subprocess
+from pathlib import Path
+
+from leank.eval.cache.attention import codes
+
+HELPER = Path(__file__).with_name("cuda_on_cpu.h")
+CUDA = Path(codes.__file__).parent / "kernels" / "codes.cu"
+ENTRY = """
+static const void *const *given;
+static const int *numbers;
+static void entry() {
+  decode((const u16 *)given[0], (const i64 *)given[1], (const int *)given[2], (const i64 *)given[3],
+         (const i64 *)given[4], (const i64 *)given[5], (const u16 *)given[6], (const i64 *)given[7], (u16 *)given[8],
+         (float *)given[9], (float *)given[10], (int *)given[11], numbers[0], numbers[1], numbers[2], numbers[3],
+         numbers[4], numbers[5], numbers[6], numbers[7], numbers[8], numbers[9]);
+}
+extern "C" void run(int programs, const void *const *pointers, const int *others) {
+  given = pointers, numbers = others;
+  run_blocks(programs, THREADS, entry);
+}
+"""
+
+
+def source(cell: int) -> str:
+    """The kernel as C++ for a CPU; cell: numbers of a quantisation group."""
+    text = CUDA.read_text(encoding="utf-8")
+    begin, end = text.index("DEVICE u32 shared_address"), text.index("// What a warp has asked for")
+    text = text[:begin] + text[end:]  # PTX, of which the helper has each function
+    text = re.sub(r"#if __CUDA_ARCH__ >= 900.*?#else(.*?)#endif", r"\1", text, flags=re.DOTALL)
+    for pattern, plain in (
+        (r"typedef unsigned char u8;.*?typedef long long i64;\n", ""),
+        (r"#define DEVICE .*", ""),
+        (r"extern __shared__ .* memory\[\];", "u8 *memory = shared_memory;"),
+        (r"__shared__ ", "static "),
+        (r'extern "C" __global__ void __launch_bounds__\(.*?\) decode', "static void decode"),
+        (r'asm volatile\("st\.shared\.b16 .*?" :: "r"\((.*?)\), "h"\(\(u16\)0\) : "memory"\);', r"store_half(\1, 0);"),
+    ):
+        text, found = re.subn(pattern, plain, text, flags=re.DOTALL if "typedef" in pattern else 0)
+        assert found, pattern
+    assert "asm" not in text
+    return f'#include "{HELPER}"\n{codes.constants(cell)}{text}{ENTRY}'
+
+
+@functools.cache
+def library(folder: Path, dim: int, group: int, rows: int, cell: int) -> ctypes.CDLL:
+    """The kernel for heads of such a shape, compiled into a folder."""
+    sizes = {"D": dim, "GROUP": group, "ROWS": rows, "WARPS": codes.WARPS}
+    made = folder / f"{'-'.join(map(str, (dim, group, rows, cell)))}.so"
+    given = ["g++", "-O1", "-std=c++20", "-w", "-shared", "-fPIC", *(f"-D{k}={n}" for k, n in sizes.items())]
+    subprocess.run([*given, "-x", "c++", "-", "-o", str(made)], input=source(cell), text=True, check=True)
+    return ctypes.CDLL(str(made))
+
+
+def launch(folder: Path, programs, rows, of_warp, cell, dependent, table, layer, queries, results) -> None:
+    """What `codes.launch` does, on a CPU."""
+    _, heads, dim = layer.index.shape
+    tensors = (
+        *(layer.base, table, layer.index, layer.seen, layer.start, layer.tail, queries.q, queries.position),
+        *(results.out, results.partial, results.stat, results.done),
+    )
+    (scaling,) = struct.unpack("<i", struct.pack("<f", queries.scale))
+    numbers = (
+        *(layer.index_b, queries.q_b, queries.q_h, queries.q_t, queries.tokens, layer.slots, heads),
+        *(*of_warp, scaling),
+    )
+    pointers = (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
+    kernel = library(folder, dim, queries.q.shape[1] // heads, rows, cell)
+    kernel.run(programs, pointers, (ctypes.c_int * len(numbers))(*numbers))
