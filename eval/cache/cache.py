@@ -27,7 +27,7 @@ from leank.eval.cache.conversation import Conversation, decoder_of, listen
 from leank.eval.cache.generate import generate
 from leank.eval.cache.graph import KeptSteps
 from leank.eval.cache.hook import ATTENTION
-from leank.eval.cache.layer import CompressedLayer, StateLayer
+from leank.eval.cache.layer import CompressedLayer, State, StateLayer
 from leank.eval.cache.memory import Memory, measure
 from leank.eval.cache.saved import Saved, save
 from leank.eval.cache.storage import banded
@@ -152,7 +152,9 @@ class CompressedCache(Cache):
 
     def _begin_pass(self, new: int) -> None:
         """Before a pass of `new` columns, end a recording that is over and warn of an unannounced chunk."""
-        if len({*map(self.get_seq_length, self._with_tokens)}) > 1 or any(one.waiting for one in self.compressed):
+        if len({*map(self.get_seq_length, self._with_tokens)}) > 1 or any(
+            one.state is State.OPEN for one in self.compressed
+        ):
             raise RuntimeError(BROKEN)
         if self._since_crop:  # assisted decoding crops after every pass, so tokens without a crop are there to stay
             self._end_recording()
@@ -311,7 +313,8 @@ class CompressedCache(Cache):
         step, which chooses what reads a layer and compiles it, and while past is being recorded.
         """
         return all(
-            isinstance(layer, CompressedLayer) and layer.capturable and not layer.record_past for layer in self.layers
+            isinstance(layer, CompressedLayer) and layer.state is State.COMPRESSED and layer.capturable
+            for layer in self.layers
         )
 
     def generate(

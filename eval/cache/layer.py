@@ -8,6 +8,7 @@ is attended densely, then sealed.
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
@@ -26,6 +27,18 @@ from leank.eval.cache.storage.store import Addresses, Store
 from leank.eval.cache.storage.upload import capturing
 
 
+class State(Enum):
+    """What a compressed layer holds."""
+
+    EMPTY = "nothing"
+    COLLECTING = "a prompt, dense, of which more may come"
+    COMPRESSED = "sink, middle and window"
+    RECORDING = "the same, and tokens that wait for crop() (assisted decoding)"
+    OPEN = (
+        "tokens of a pass that update() took and attend() has not come to; if another pass begins, that one broke off"
+    )
+
+
 class CompressedLayer(DynamicLayer):
     """The three parts sink | middle | window of one attention layer (LeanK, section 3.3).
 
@@ -33,7 +46,6 @@ class CompressedLayer(DynamicLayer):
     choice: chooses the backend when the first query comes after the prompt
     store: what a sealed layer holds, None before; until then the prompt lies in `keys` and `values`
     beside_states: whether other layers of the model have linear attention, which cannot pass over all padding
-    waiting: whether tokens that update() took were never attended: a pass broke off there
     """
 
     # While past is being recorded, crop() can take back any number of tokens, else those since the last move.
@@ -47,7 +59,7 @@ class CompressedLayer(DynamicLayer):
         self._clear()
 
     def _clear(self) -> None:
-        self.is_initialized = self.waiting = False
+        self.is_initialized = self._open = False
         self.keys = self.values = None  # the prompt until it is sealed, then the tokens that await attend()
         self.store: Store | None = None
         self.backend: Plain | None = None  # what runs over the store, once a query has come
@@ -68,6 +80,15 @@ class CompressedLayer(DynamicLayer):
                     "for this model if the cache was made for another"
                 )
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def state(self) -> State:
+        """What it holds now."""
+        if self._open:
+            return State.OPEN
+        if self.store is not None:
+            return State.RECORDING if self.record_past else State.COMPRESSED
+        return State.COLLECTING if self._columns else State.EMPTY
 
     def expect(self, tokens: int) -> None:
         """See `CompressedCache.expect`."""
@@ -122,7 +143,7 @@ class CompressedLayer(DynamicLayer):
             value_states = torch.cat([self.values, value_states], 2)  # type: ignore[list-item]
         self.keys, self.values = key_states, value_states
         self._columns += 0 if capturing(key_states) else new
-        self.waiting = True
+        self._open = True
         return self, value_states
 
     def attend(
@@ -144,7 +165,7 @@ class CompressedLayer(DynamicLayer):
         kind = q.device.type
         with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             out = self._attend(q.to(self.dtype), real, scaling, softmax)
-        self.waiting = False
+        self._open = False
         return out
 
     def _check_padding(self, real: Tensor | None, new: int) -> None:

@@ -19,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from leank.data_gen.task import LONGEST
 from leank.eval.cache.fingerprint import model_digest
-from leank.eval.cache.layer import CompressedLayer
+from leank.eval.cache.layer import CompressedLayer, State
 from leank.eval.cache.storage.banded import Banded, codecs
 from leank.eval.cache.storage.codecs import Codec
 from leank.eval.cache.storage.middle import Middle
@@ -83,14 +83,14 @@ def save(
     write_tensors(path, tensors, {FORMAT: json.dumps(asdict(header))})
 
 
-def _check_complete(layer: Any, there: bool) -> None:
-    if not there or layer.record_past:
+def _check_complete(complete: bool) -> None:
+    if not complete:
         raise ValueError("save() needs a cache whose prompt is complete, and no assisted decoding under way")
 
 
 def _compressed(layer: CompressedLayer) -> dict[str, Tensor]:
     store, middle = layer.store, layer.middle
-    _check_complete(layer, store is not None and not layer.waiting)
+    _check_complete(layer.state is State.COMPRESSED)
     assert store is not None
     if store.eviction is not None or store.reads is not None:
         raise ValueError("a cache that evicts tokens while decoding, or chooses what it reads, cannot be saved")
@@ -110,7 +110,7 @@ def _compressed(layer: CompressedLayer) -> dict[str, Tensor]:
 
 
 def _sliding(layer: Any) -> dict[str, Tensor]:
-    _check_complete(layer, isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized)
+    _check_complete(isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized and not layer.record_past)
     return {"keys": layer.keys, "values": layer.values}
 
 
