@@ -49,6 +49,7 @@ class PageHolder(AttentionLayerBase):
         self.mask = ChannelMask.load(settings.mask)
         self.mean_keys = self.mask.mean_keys
         self.layout: Layout | None = None
+        self.dtype = torch.get_default_dtype()
         self.paged: PagedAttention | None = None
         self.kv_cache = torch.tensor([])
 
@@ -60,15 +61,16 @@ class PageHolder(AttentionLayerBase):
         cache, dtype = vllm_config.cache_config, vllm_config.model_config.dtype
         sizes = self.settings.sink, self.settings.window
         self.layout = layout = page_layout(self.mask, cache.block_size, *sizes, dtype)
-        coded = self.kept and isinstance(layout, CodedLayout)
+        coded, self.dtype = isinstance(layout, CodedLayout), dtype
         group: Any = layout.kept if self.kept else layout.rest
         common: dict[str, Any] = {
             "block_size": group.block,
             "num_kv_heads": 1,
             "head_size": layout.head_dim,
+            # a token's codes need not fill whole numbers; of groups of two dtypes vLLM would clear every new page
             "dtype": torch.uint8 if coded else dtype,
             "num_head_slots": 1,
-            "state_content_bytes": group.bytes // PAGE if coded else group.columns * dtype.itemsize,
+            "state_content_bytes": group.bytes // PAGE if coded and self.kept else group.columns * dtype.itemsize,
             "page_size_padded": layout.page_columns * dtype.itemsize,
         }
         if self.kept:
@@ -85,10 +87,10 @@ class PageHolder(AttentionLayerBase):
 
     @property
     def pages(self) -> Tensor:
-        """All pages, [blocks, page_columns]."""
+        """All pages, [blocks, page_columns], in the model's dtype."""
         assert self.layout is not None
-        size = len(self.kv_cache), self.layout.page_columns
-        return self.kv_cache.as_strided(size, (self.kv_cache.stride(0), 1))
+        size = self.layout.page_columns * self.dtype.itemsize // self.kv_cache.itemsize
+        return self.kv_cache.as_strided((len(self.kv_cache), size), (self.kv_cache.stride(0), 1)).view(self.dtype)
 
     def use_kernel(self, device: torch.device, vllm_config: VllmConfig) -> None:
         """Take the memory that the kernels need for the largest step, and compile them, before any step is captured."""

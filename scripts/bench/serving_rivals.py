@@ -128,10 +128,9 @@ def one(args: argparse.Namespace, cache: str) -> None:
     longest = max([prompt + STEPS + 2 * count * (1 + prompt // 512) for count, prompt in batches], default=0)
     settings = {
         "model": args.model, "dtype": args.dtype, "skip_tokenizer_init": True, "enforce_eager": False,
-        "kv_cache_dtype": "auto" if mask is not None else cache, "enable_prefix_caching": False,
+        "block_size": 64, "kv_cache_dtype": "auto" if mask is not None else cache, "enable_prefix_caching": False,
         "max_model_len": max([longest, *(prompt + reply for _, prompt, reply in loads)]) + 1,
         "max_num_seqs": max([256 * bool(loads), *(count for count, _ in batches)]),
-        **({"block_size": 64} if mask is not None else {}),
         **json.loads(args.settings),
     }  # fmt: skip
     begin = time.monotonic()
