@@ -7,6 +7,7 @@ ChannelMask.load("mask.safetensors").check_model(model.config)
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from leank import hub
+from leank import hub, zoo
 from leank.data_gen.amount import amount
 from leank.errors import naming
 from leank.precision import Precision
@@ -219,8 +220,8 @@ class ChannelMask:
     def load(cls, path: str | os.PathLike) -> ChannelMask:
         """Read what `save` wrote, or a published .pth (`from_official`); no code in them is run. Warns of `doubts`.
 
-        path: the file, or the folder of the training run that left it there as mask.safetensors, or hf://org/name of a
-            mask on the hub.
+        path: the file, or the folder of the training run that left it there as mask.safetensors, a name of `leank.zoo`,
+            or hf://org/name of a mask on the hub.
         Raises FileNotFoundError if there is no file, ValueError if it is damaged or of another form.
         """
         path = mask_file(path)
@@ -327,13 +328,23 @@ class ChannelMask:
 
 
 def mask_file(path: str | os.PathLike) -> Path:
-    """Return the file that a path of a mask means, a run's mask.safetensors in its folder. Raises FileNotFoundError."""
+    """Return the file that a path of a mask means, a run's mask.safetensors in its folder, or a name of `leank.zoo`.
+
+    A file or folder stands before a name. Raises FileNotFoundError.
+    """
     if str(path).startswith(hub.PREFIX):
         return hub.download(str(path))
     path = Path(path)
     if not path.is_dir():
         if not path.is_file():
-            raise FileNotFoundError(f"mask={path} does not exist; give a training run's folder or mask.safetensors")
+            if (named := zoo.names().get(str(path))) is not None:
+                return named
+            near = difflib.get_close_matches(str(path), zoo.names(), 1)
+            meant = f"; did you mean {near[0]}" if near else ""
+            raise FileNotFoundError(
+                f"mask={path} does not exist{meant}; give a training run's folder, mask.safetensors, or a name that "
+                "`python -m leank.zoo` lists"
+            )
         return path
     if (path / "mask.safetensors").is_file():
         return path / "mask.safetensors"

@@ -13,7 +13,8 @@ turns      recall of conversations (benchmark=multi_turn) by turn. A report coun
            the mean of a conversation's turns is one number
 picture    the README's picture of recall, of tables that `ratios` wrote: a transparent SVG, to be read on white and on
            black; of several tables, each has a panel with the name of its folder. Of a table with the columns
-           method, budget, bytes and kl, such as docs/results/smollm2/layouts.csv: KL against bytes
+           method, budget, bytes and kl, such as docs/results/qwen15/first_runs.csv: KL against bytes, and
+           beside it ruler_minus_dense, where it is there
 
 Every interval is a 95% bootstrap interval. Tables by task, of any run, are those of python -m leank.eval report.
 """
@@ -282,24 +283,33 @@ def draw_recall(axes: Axes, table: pd.DataFrame) -> None:
     axes.set_xticks([r for r, after in zip(ratios, [*ratios[1:], np.inf], strict=True) if after - r > crowded])
 
 
-def draw_kl(axes: Axes, table: pd.DataFrame) -> None:
-    """KL against bytes: a line through the means of a method's budgets, with its seeds as dots; others as points."""
+def draw_budgets(axes: Axes, table: pd.DataFrame, figure: str) -> None:
+    """A figure against bytes: a line through the means of a method's budgets, with its seeds as dots; others as points.
+
+    figure: "kl", on a logarithmic axis, which has no place for dense, or a difference from dense in points
+    """
     plain(axes)
-    table = table.assign(kl=table["kl"].astype(float), share=100 * table["bytes"].astype(float))
-    table = table[table["kl"] > 0]  # a logarithmic axis has no place for dense
+    logarithmic = figure == "kl"
+    table = table[table[figure] != ""]
+    table = table.assign(shown=table[figure].astype(float), share=100 * table["bytes"].astype(float))
+    table = table[(table["shown"] > 0) if logarithmic else (table["method"] != "dense")]
     colours = iter(COLOURS.values())
     for method, mine in table[table["budget"] != ""].groupby("method", sort=False):
-        means, colour = mine.groupby("budget")[["share", "kl"]].mean(), next(colours)
-        axes.plot(means["share"], means["kl"], color=colour, linewidth=1.6, label=str(method).replace("_", " "))
-        axes.scatter(mine["share"], mine["kl"], 12, color=colour)
+        means, colour = mine.groupby("budget")[["share", "shown"]].mean(), next(colours)
+        axes.plot(means["share"], means["shown"], color=colour, linewidth=1.6, label=str(method).replace("_", " "))
+        axes.scatter(mine["share"], mine["shown"], 12, color=colour)
     others = table[table["budget"] == ""]
-    axes.scatter(others["share"], others["kl"], 26, color=INK, marker="D")
-    heights = spread(np.log10(others["kl"]).tolist(), 0.2)
+    axes.scatter(others["share"], others["shown"], 26, color=INK, marker="D")
+    at = np.log10(others["shown"]) if logarithmic else others["shown"]
+    heights = spread(at.tolist(), 0.05 * float(np.ptp(at)))
     for name, share, height in zip(others["method"], others["share"], heights, strict=True):
-        axes.annotate(name, (share, 10**height), (6, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.set(xlabel="% of the dense cache's bytes", ylabel="KL from dense, nats a token", yscale="log")
-    axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))  # mathtext is off
-    axes.legend(loc="lower left")
+        place = (share, 10**height if logarithmic else height)
+        axes.annotate(name, place, (6, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.set(xlabel="% of the dense cache's bytes", ylabel="points, less dense's")
+    if logarithmic:
+        axes.set(ylabel="KL from dense, nats a token", yscale="log")
+        axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))  # mathtext is off
+        axes.legend(loc="best")
 
 
 def to_svg(figure: Figure) -> str:
@@ -310,14 +320,21 @@ def to_svg(figure: Figure) -> str:
 
 
 def picture(tables: Sequence[Path], out: Path) -> None:
-    """Draw tables one below the other: those that `ratios` wrote, and those of budgets."""
+    """Draw tables one below the other: those that `ratios` wrote, and those of budgets, KL beside points if there."""
+    found = [pd.read_csv(file, dtype=str, keep_default_na=False) for file in tables]
+    panels = [
+        [name for name in ("kl", "ruler_minus_dense") if name in table] if "budget" in table else ["recall"]
+        for table in found
+    ]
     with matplotlib.rc_context(LOOK):
-        figure = sheet(3.6 * len(tables), 7.2)
-        for axes, file in zip(figure.subplots(len(tables), squeeze=False)[:, 0], tables, strict=True):
-            table = pd.read_csv(file, dtype=str, keep_default_na=False)
-            (draw_kl if "budget" in table else draw_recall)(axes, table)
+        figure = sheet(3.6 * len(tables), 7.2 if max(map(len, panels)) == 1 else 11)
+        for part, file, table, shown in zip(
+            figure.subfigures(len(tables), squeeze=False)[:, 0], tables, found, panels, strict=True
+        ):
+            for axes, name in zip(part.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+                draw_recall(axes, table) if name == "recall" else draw_budgets(axes, table, name)
             if len(tables) > 1:
-                axes.set_title(f"model={file.parent.name}", loc="left")
+                part.axes[0].set_title(f"model={file.parent.name}", loc="left")
         write_text(out, to_svg(figure))
 
 
