@@ -3,7 +3,7 @@
     python -m scripts.bench.training step OUT --shape llama8b --length 16384 65536 98304 --repeats 3
     python -m scripts.bench.training step OUT --shape llama8b --length 16384 65536 --questions 4 --objective l2 kl
     python -m scripts.bench.training scaling OUT --gpus 1 4                # Llama-3.1-8B shape, random weights (16 GB)
-    python -m scripts.bench.training scaling OUT --gpus 1 2 --trainer ddp fsdp --experiment llama_70pct_fast
+    python -m scripts.bench.training scaling OUT --gpus 1 2 --trainer ddp fsdp --experiment qwen15_factors
     python -m scripts.bench.training masks OUT ONE OTHER [OTHER ...]       # run directories
 
 All take --shape reference on a CPU.
