@@ -103,8 +103,9 @@ def effort(heads: np.ndarray, dim: int) -> np.ndarray:
     """Instructions of a warp for a page of heads, about, [...]; heads: [..., 6], see `quantised.Head`."""
     whole, eight, four, narrow, third = np.moveaxis(-(-heads[..., :5] // 16), -1, 0)
     of_keys = 40 * whole + 69 * eight + 59 * four + 71 * narrow + 21 * third
-    of_values = {16: 250, 8: 330, 4: 340, 3: 480, 2: 340}
-    return 300 + of_keys + np.vectorize(of_values.get)(heads[..., 5]) * dim // 128
+    of_values = np.zeros(17, dtype=np.int64)  # by bits
+    of_values[[16, 8, 4, 3, 2]] = 250, 330, 340, 480, 340
+    return 300 + of_keys + of_values[heads[..., 5]] * dim // 128
 
 
 def constants(group: int) -> str:

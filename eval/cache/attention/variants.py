@@ -43,10 +43,11 @@ def variants(heads: tuple[Head, ...], head_dim: int) -> tuple[Variant, ...]:
 
 def numbers(found: tuple[Variant, ...], heads: np.ndarray) -> np.ndarray:
     """The number of the first variant that reads each of `heads` [..., 6]: [...]."""
-    own = map(needed, heads.reshape(-1, heads.shape[-1]).tolist())
+    kinds, which = np.unique(heads.reshape(-1, heads.shape[-1]), axis=0, return_inverse=True)
+    own = map(needed, kinds.tolist())
     # an empty head is not read
     of_each = [next((i for i, one in enumerate(found) if _reads(one, least)), 0) for least in own]
-    return np.array(of_each).reshape(heads.shape[:-1])
+    return np.array(of_each)[which.reshape(heads.shape[:-1])]
 
 
 def effort(variant: Variant, head_dim: int) -> int:

@@ -493,11 +493,11 @@ def _due(ring, slots, oldest, index, channel, n, D: tl.constexpr):
 
 
 @triton.jit
-def _coded(ring, slots, oldest, index, channel, n, top, half, D: tl.constexpr, G: tl.constexpr):
+def _coded(ring, slots, oldest, index, channel, n, top, D: tl.constexpr, G: tl.constexpr):
     """Codes up to top [R] of a group's tokens for channels [R]; see `_due`.
 
     Returns the codes [HALF, R] of its first half, and of its second one, where it has one (else the same), and scales
-    and zero points [R]. A group of HALF tokens is half `half` of a page.
+    and zero points [R].
     """
     dtype: tl.constexpr = ring.dtype.element_ty
     x = _due(ring, slots, oldest, index, channel, n, D)
@@ -523,15 +523,20 @@ def _put_scales(scales, number, scale, zero, there):
 
 
 @triton.jit
-def _put_bytes(to, first, later, half, there, G: tl.constexpr):
-    """Write codes of a group [HALF, R] where bytes have those of both halves: the upper four bits are the later one's.
+def _placed(first, later, half, G: tl.constexpr):
+    """Bytes of a group's codes, of which those of a page's second half are the upper four bits."""
+    if G > HALF:
+        return first | later << 4
+    return first << 4 * half
+
+
+@triton.jit
+def _put_bytes(to, code, half, there, G: tl.constexpr):
+    """Write bytes [HALF, R] from `_placed`.
 
     A group of HALF tokens leaves the other half as it is: the first one clears the later one, which comes after it.
     """
-    if G > HALF:
-        code = first | later << 4
-    else:
-        code = first << 4 * half
+    if G == HALF:  # noqa: SIM102  (the other condition is known at run time alone)
         if half > 0:
             tl.debug_barrier()  # what is there has been written
             code |= tl.load(to, mask=there, other=0).to(tl.int32)
@@ -551,14 +556,14 @@ def _put_even(
         row = start + tl.arange(0, AT_ONCE)
         there = (row < room)[None, :]
         top = tl.full([AT_ONCE], 2**BITS - 1.0, tl.float32)
-        first, later, scale, zero = _coded(ring, slots, oldest, index, row, n, top, half, D, G)
+        first, later, scale, zero = _coded(ring, slots, oldest, index, row, n, top, D, G)
         at = t[:, None] * room + row[None, :]
         if BITS == 8:
             tl.store(page + at + half * HALF * room, first.to(tl.uint8), mask=there)
             if G > HALF:
                 tl.store(page + at + HALF * room, later.to(tl.uint8), mask=there)
         else:
-            _put_bytes(page + at, first, later, half, there, G)
+            _put_bytes(page + at, _placed(first, later, half, G), half, there, G)
         _put_scales(scales, half * room + row, scale, zero, row < room)
 
 
@@ -573,22 +578,17 @@ def _put_narrow(ring, slots, oldest, index, n, third, page, half, D: tl.constexp
         row = start + tl.arange(0, AT_ONCE)
         there = row < lines
         bits = tl.zeros([HALF, AT_ONCE], tl.int32)
-        bits_later = tl.zeros([HALF, AT_ONCE], tl.int32)
         for pair in tl.static_range(2):  # channels 0 and 1 of a line, then 2 and 3
             byte = tl.zeros([HALF, AT_ONCE], tl.int32)
-            byte_later = tl.zeros([HALF, AT_ONCE], tl.int32)
             for i in tl.static_range(2):
                 channel = tl.where(there, 4 * row + 2 * pair + i, n)
                 top = tl.where(channel < third, 7.0, 3.0)
-                x, y, scale, zero = _coded(ring, slots, oldest, index, channel, n, top, half, D, G)
-                byte |= (x & 3) << 2 * i
-                byte_later |= (y & 3) << 2 * i
-                bits |= (x >> 2) << 2 * i + pair
-                bits_later |= (y >> 2) << 2 * i + pair
+                x, y, scale, zero = _coded(ring, slots, oldest, index, channel, n, top, D, G)
+                byte |= _placed((x & 3) << 2 * i, (y & 3) << 2 * i, half, G)
+                bits |= _placed((x >> 2) << 2 * i + pair, (y >> 2) << 2 * i + pair, half, G)
                 _put_scales(scales, (4 * half + 2 * i + pair) * lines + row, scale, zero, there)
-            to = page + t * (2 * lines) + (pair * lines + row)[None, :]
-            _put_bytes(to, byte, byte_later, half, there[None, :], G)
-        _put_bytes(upper + t * of_third + row[None, :], bits, bits_later, half, (row < of_third)[None, :], G)
+            _put_bytes(page + t * (2 * lines) + (pair * lines + row)[None, :], byte, half, there[None, :], G)
+        _put_bytes(upper + t * of_third + row[None, :], bits, half, (row < of_third)[None, :], G)
 
 
 @triton.jit
@@ -662,7 +662,7 @@ def _put_page(
         later = _put_values(ring, slots, oldest + HALF, page, half + 1, V, D, PAGE, G)
     if V == 3:
         line = tl.arange(0, D // 4)[None, :] * HALF + tl.arange(0, HALF)[:, None]
-        _put_bytes(page + PAGE * D // 4 + line, first, later, half, line >= 0, G)
+        _put_bytes(page + PAGE * D // 4 + line, _placed(first, later, half, G), half, line >= 0, G)
 
 
 @triton.jit
