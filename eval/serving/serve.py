@@ -30,23 +30,34 @@ def main() -> None:
     )
     parser.add_argument("model")
     parser.add_argument("--mask", required=True)
-    parser.add_argument("--sink", help="tokens kept whole; by default that of the mask's training")
-    parser.add_argument("--window", help="the same")
+    parser.add_argument(
+        "--sink", help="tokens kept whole; by default that of the mask's training, 64 for a layout of bits"
+    )
+    parser.add_argument("--window", help="the same, 256 for a layout of bits")
     given, options = parser.parse_known_args()
     with ending("leank-serve", lambda: "no request is kept"):
         if find_spec("vllm") is None:
             raise ValueError("vLLM is not installed here; docs/use/serving.md says how")
-        from leank.eval.serving.settings import NAMES, ServerSettings, check_version  # seconds
+        from leank.eval.cache.storage.segment import PAGE  # seconds
+        from leank.eval.serving.settings import NAMES, ServerSettings, check_version
+        from leank.mask import ChannelMask
 
         check_version()
         own = {name: value for name in NAMES if (value := getattr(given, name)) is not None}
         settings = ServerSettings.find({"leank": own})
         assert settings is not None
         os.environ.update(settings.export())
+        if ChannelMask.load(settings.mask).precision is not None and not sets(options, "--block-size"):
+            options += ["--block-size", str(PAGE)]  # vLLM's own is 16 on a GPU, less than a page of codes
         try:
             serve(["--model", given.model, *options], settings)
         except RuntimeError as error:
             sys.exit(f"leank-serve: {error}")
+
+
+def sets(options: list[str], name: str) -> bool:
+    """Whether options of `vllm serve` give a value to the one of this name, or a file does that they may name."""
+    return any(option.replace("_", "-").split("=")[0] in (name, "--config") for option in options)
 
 
 def serve(options: list[str], settings: ServerSettings) -> None:

@@ -123,6 +123,19 @@ def test_an_unknown_version_is_refused_before_anything_inside_vllm_is_imported(m
         engine({"mask": str(MASK)})
 
 
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        (["--port", "8000"], False),
+        (["--block-size", "128"], True),
+        (["--block_size=128"], True),
+        (["--config", "server.yaml"], True),
+    ],
+)
+def test_pages_of_a_layout_have_64_tokens_unless_a_user_says_otherwise(options, given):
+    assert serve.sets(options, "--block-size") == given
+
+
 class Client:
     """An asynchronous client of vLLM with two engines, whose `collective_rpc` has the first one's answer alone."""
 
