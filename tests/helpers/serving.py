@@ -11,12 +11,12 @@ from leank.eval.serving.plan import RestBlocks
 class Server:
     """Pages of one layer, and a block table per request; pages start as NaN, and are NaN again once they are freed."""
 
-    def __init__(self, layout, seed, dtype=torch.float64, device="cpu"):
+    def __init__(self, layout, seed, dtype=torch.float64, device="cpu", pages=300):
         self.generator = torch.Generator().manual_seed(seed)
         self.layout = layout
         self.rest = RestBlocks(layout.rest.block, layout.kept.block, layout.sink, layout.window, grain=layout.grain)
-        self.pages = torch.full((300, layout.page_columns), torch.nan, dtype=dtype, device=device)
-        self.free = (torch.randperm(299, generator=self.generator) + 1).tolist()
+        self.pages = torch.full((pages, layout.page_columns), torch.nan, dtype=dtype, device=device)
+        self.free = (torch.randperm(pages - 1, generator=self.generator) + 1).tolist()
         self.tables = {}
 
     def grow(self, name, end):

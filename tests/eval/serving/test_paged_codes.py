@@ -28,14 +28,15 @@ def random_tokens(generator, n, dim, group):
     return k, v, torch.randn(n, HEADS * group, dim, generator=generator).to(DEVICE, DTYPE)
 
 
-def both(lengths, news, seed, dim=64, group=2, block=64, padding=0, generated=(), room=700, programs=5):
+def both(lengths, news, seed, dim=64, group=2, block=64, padding=0, generated=(), room=700, programs=5, **bits):
     """Outputs and pages of the plain step, and those of the step for a GPU.
 
     lengths: positions of each request once the step is done; news: how many of them are new
     generated: numbers of requests that compute a part of their reply again; room: tokens of a batch of chunks
+    bits: of the layout
     """
-    of = CodedLayout.of(layout((1, HEADS, dim), seed), block, SINK, WINDOW, DTYPE)
-    server = Server(of, seed, DTYPE, DEVICE)
+    of = CodedLayout.of(layout((1, HEADS, dim), seed, **bits), block, SINK, WINDOW, DTYPE)
+    server = Server(of, seed, DTYPE, DEVICE, pages=600)
     held = [random_tokens(server.generator, n, dim, group) for n in lengths]
     before = [
         (i, n, *(x[: n - new] for x in held[i]), n - new) for i, (n, new) in enumerate(zip(lengths, news, strict=True))
@@ -152,6 +153,14 @@ def test_a_captured_step_is_replayed_while_rows_grow_and_fill_pages():
         attention.attend(step, 0, plain, q, k, v, SCALE, want)
         torch.testing.assert_close(out.float(), want.float(), **CLOSE)
         assert torch.equal(pages.view(torch.uint8), plain.view(torch.uint8))
+
+
+@pytest.mark.parametrize("where", ["here", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_whole_tokens_lie_in_pages_of_a_few(where):
+    """Codes of 2 bits leave a page of whole tokens less than 16 of them, a quarter of a tile."""
+    bits = {"keys": (0, 2), "values": (2,)}
+    assert CodedLayout.of(layout((1, HEADS, 64), 3, **bits), 64, SINK, WINDOW, DTYPE).rest.block < 16
+    compare([420, 30, 390, 257], [1, 1, 70, 3], 3, **bits)
 
 
 def test_what_the_kernels_cannot_read_is_refused():
