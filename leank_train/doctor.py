@@ -169,12 +169,13 @@ def advice(
         return f"{what}, so that a step gains less than a tenth from any other cache, and they fit: take dense."
     crowd = "" if fits["dense"] else f", which do not fit into {size(memory)}"
     bits = trains and kv_shape(config).head_dim % ROOM == 0
-    mask = "take a mask, LeanK 70%" if trains and served else "take dense"
     if server:
-        said = {"safe": "and FP8 holds the model's keys: take FP8.",
-                "unknown": f"and nothing bounds the model's keys for FP8: {mask}, or look with --probe."}  # fmt: skip
-        unsafe = f"keys reach {keys.peak:.0f}, for which FP8 is too coarse, and vLLM serves no other bits: {mask}."
-        return f"{what}{crowd}, {said.get(keys.fp8, unsafe)}"
+        coded = bits and kv_shape(config).head_dim in HEAD_DIMS["codes"]
+        other = "dense" if not (trains and served) else "a layout of bits" if coded else "a mask, LeanK 70%"
+        unsafe = f"keys reach {keys.peak:.0f}, for which FP8 is too coarse: take {other}."
+        unknown = f"nothing bounds the model's keys for FP8: take {other}, or look with --probe."
+        found = {"safe": "FP8 holds the model's keys: take FP8.", "unknown": unknown}
+        return f"{what}{crowd}, and {found.get(keys.fp8, unsafe)}"
     budget = next((b for b in BUDGETS if fits[f"layout {b:g}"]), None)
     if bits and budget is None:
         most = max(0, memory - all_weights) // of[f"layout {BUDGETS[-1]:g}"]

@@ -210,9 +210,10 @@ def test_what_to_take_is_told_with_its_reason(given, said):
         ({"trains": False}, r"the model cannot be trained here: take KIVI 4 bits\.$"),
         ({"head_dim": 24}, r"a multiple of 16 channels: take KIVI 4 bits\.$"),
         ({"server": True, "fp8": "safe"}, r"FP8 holds the model's keys: take FP8\.$"),
-        ({"server": True, "fp8": "coarse"}, r"keys reach 354, for which FP8 is too coarse, .*: take a mask, LeanK 70%"),
-        ({"server": True, "fp8": "saturates", "served": False}, r"keys reach 500, .* no other bits: take dense"),
-        ({"server": True}, r"nothing bounds the model's keys for FP8: take a mask, LeanK 70%, or look with --probe"),
+        ({"server": True, "fp8": "coarse"}, r"keys reach 354, for which FP8 is too coarse: take a layout of bits\.$"),
+        ({"server": True, "fp8": "coarse", "head_dim": 32}, r"for which FP8 is too coarse: take a mask, LeanK 70%\.$"),
+        ({"server": True, "fp8": "saturates", "served": False}, r"keys reach 500, .* too coarse: take dense\.$"),
+        ({"server": True}, r"nothing bounds the model's keys for FP8: take a layout of bits, or look with --probe\.$"),
     ],
 )
 def test_what_to_take_depends_on_what_the_model_allows(how, said):

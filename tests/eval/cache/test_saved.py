@@ -121,7 +121,7 @@ def test_another_model_mask_or_file_is_refused(file, tmp_path):
     ChannelMask(random_keep(1)).save(tmp_path / "mask")
     refused(
         tmp_path / "mask",
-        "is damaged or cut off: its header lacks 'leank-cache-8', and so save.. did not write it",
+        f"is damaged or cut off: its header lacks '{FORMAT}', and so save.. did not write it",
         model,
     )
 
