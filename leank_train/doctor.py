@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from leank import zoo
 from leank.backbone import load_config, without_weights
 from leank.data_gen.amount import amount
 from leank.errors import in_one_line
@@ -21,8 +22,9 @@ from leank.eval.cache.attention.softmax import Softmax
 from leank.eval.methods import build_method
 from leank.eval.methods.memory import dense_bytes, method_bytes
 from leank.eval.report.tables import size
+from leank.mask import ChannelMask
 from leank.precision import GROUP, ROOM
-from leank.shape import check_decoder, kv_shape, sliding_window
+from leank.shape import architecture, check_decoder, kv_shape, sliding_window
 from leank.typed import LARGEST
 from leank_train.forward.hook import run_decoder
 from leank_train.keys import KeySizes, joined, of_files, of_text
@@ -228,6 +230,15 @@ def commands(name: str, config: PreTrainedConfig, gpu: bool) -> list[str]:
     ]
 
 
+def ready(config: PreTrainedConfig) -> list[str]:
+    """Return a line on the layouts by name (`leank.zoo`) for models of this architecture, if there are any."""
+    kinds = {name: ChannelMask.load(path).metadata.get("architecture") for name, path in zoo.names().items()}
+    found = [name for name, kind in kinds.items() if kind == architecture(config)]
+    return (
+        [f"\nLearned for this architecture, by name (mask=NAME, LEANK_MASK=NAME): {', '.join(found)}."] if found else []
+    )
+
+
 def room_here() -> int:
     """Return the bytes of the first GPU's memory, or of this machine's."""
     if torch.cuda.is_available():
@@ -289,5 +300,6 @@ def examine(
         lines.append(f"\n{reach(config):,} {few} are too few to train with this sink and window.")
     elif trains:
         how = "learned on this GPU" if gpu else "from the closed form, which this CPU can compute"
+        lines += ready(config)
         lines += [f"\nMade ({how}), and checked:", *(f"    {line}" for line in commands(name, config, gpu))]
     return "\n".join(lines)

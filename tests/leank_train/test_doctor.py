@@ -220,6 +220,18 @@ def test_what_to_take_depends_on_what_the_model_allows(how, said):
     assert re.search(said, advised(32768, 64, 80 * GIB, **how))
 
 
+def test_layouts_by_name_are_told_to_models_of_their_architecture():
+    config = Qwen2Config(
+        vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    (line,) = doctor.ready(config)
+    assert "qwen2.5-coder-1.5b-7.5pct, qwen2.5-coder-1.5b-10pct" in line
+    assert "smollm2" not in line
+    config.num_hidden_layers = 27
+    assert not doctor.ready(config)
+
+
 def test_lengths_beyond_the_positions_have_a_line_and_no_table(tmp_path):
     build("llama").config.save_pretrained(tmp_path)
     both = doctor.examine(str(tmp_path), (400, 600), (1,))
