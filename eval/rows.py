@@ -76,6 +76,7 @@ class RowSettings(TypedDict):
     data: NotRequired[str | None]
     # how special tokens in the sample's own text were read; missing where the text spells none
     specials: NotRequired[Annotated[str, OneOf("text", "as_is")] | None]
+    sampling: NotRequired[dict[str, object]]  # `eval.inference.sampling.Sampling.identity`; missing where greedy
 
 
 class Fidelity(TypedDict):
@@ -102,7 +103,7 @@ def _with_means(found: Fidelity) -> Fidelity:
 
 
 class ResultRow(TypedDict):
-    """One method's answer to one sample. The first nine fields are the row's key (`Key`)."""
+    """One method's answer to one sample. The first nine fields and `reply` are the row's key (`Key`)."""
 
     model: str  # its label
     method: str  # its label
@@ -113,9 +114,12 @@ class ResultRow(TypedDict):
     sample: str  # id of the sample within its task and length
     seed: int  # of the benchmark's generators
     compress: str  # "after_question" or "before_question"
+    reply: NotRequired[Count]  # its number among the sample's replies, from 0; missing where decoding is greedy
     score: Annotated[float, Ge(0), Le(1)]
     prediction: str  # the reply as text
     answers: list[object]  # what the scorer compared with
+    # of a sampled reply whose scorer can name it: the answer that the reply states, by which replies vote; None if none
+    stated: NotRequired[str | None]
     metric: str  # name of the scorer, see `eval.benchmarks.base`
     # what tables group by, such as op and depth_percent
     meta: Annotated[dict[str, Any], GetPydanticSchema(lambda _, handler: handler(_Meta))]
@@ -155,6 +159,7 @@ class Key(NamedTuple):
     sample: str
     seed: int
     compress: str
+    reply: int = 0
 
 
 _ROW = TypeAdapter(with_config(STRICT)(ResultRow))
@@ -162,7 +167,7 @@ _ROW = TypeAdapter(with_config(STRICT)(ResultRow))
 
 def key_of(row: Mapping[str, Any]) -> Key:
     """Return the key of a stored row. Raises KeyError if a field of the key is missing."""
-    return Key._make(map(row.__getitem__, Key._fields))
+    return Key._make([*(row[name] for name in Key._fields[:-1]), row.get("reply", 0)])
 
 
 class Results:

@@ -77,19 +77,24 @@ def kept(data: Mapping[str, object], *names: str) -> dict[str, object]:
 
 Scorer = Callable[[Row, str], float]
 METRICS: dict[str, Scorer] = {}
+STATED: dict[str, Callable[[str], object]] = {}
 _BY_OP: set[str] = set()
 
 
-def metric(name: str, by_op: bool = False) -> Callable[[Scorer], Scorer]:
+def metric(name: str, by_op: bool = False, states: Callable[[str], object] | None = None) -> Callable[[Scorer], Scorer]:
     """Register a scorer: of a row and a reply up to the first stop string, 0-1; name: for a row's `metric`.
 
     by_op: whether the report also groups its rows by `meta["op"]`, with the area under that curve.
+    states: the answer that a reply states, None without any, where replies with equal answers have equal scores:
+      sampled replies of one sample vote by it.
     """
 
     def register(scorer: Scorer) -> Scorer:
         METRICS[name] = scorer
         if by_op:
             _BY_OP.add(name)
+        if states is not None:
+            STATED[name] = states
         return scorer
 
     return register
@@ -114,6 +119,12 @@ def score_row(row: Row, reply: str) -> float:
     if row.metric not in METRICS:
         raise ValueError(f"metric={row.metric!r} of task {row.task!r} has no scorer; register one with @metric")
     return METRICS[row.metric](row, cut_at_stop(reply, row.stop))
+
+
+def stated(row: Row, reply: str) -> str | None:
+    """Return the answer that a reply states, as a text, None without any; the row's metric is one of `STATED`."""
+    found = STATED[row.metric](cut_at_stop(reply, row.stop))
+    return None if found is None else str(found)
 
 
 KNOWN: dict[str, type] = {}

@@ -236,12 +236,6 @@ RULES = (
 )
 
 
-@metric("gsm_infinite", by_op=True)
-def score(row: Row, reply: str) -> float:
-    """Whether the reply to a realistic problem states its answer, 0 or 1."""
-    return float(stated_integer(reply) == row.answers[0])
-
-
 @metric("gsm_symbolic")
 def score_symbolic(row: Row, reply: str) -> float:
     """Whether the variables that the reply names behind the last "</think>" are the right ones, 0 or 1.
@@ -278,6 +272,12 @@ def stated_integer(reply: str) -> int | None:
         except ValueError:
             continue
     return None
+
+
+@metric("gsm_infinite", by_op=True, states=stated_integer)
+def score(row: Row, reply: str) -> float:
+    """Whether the reply to a realistic problem states its answer, 0 or 1."""
+    return float(stated_integer(reply) == row.answers[0])
 
 
 def auc(accuracy_by_op: Mapping[int, float]) -> float:

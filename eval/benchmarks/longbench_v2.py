@@ -92,9 +92,14 @@ class LongBenchV2(FromFiles):
         return [f"The correct answer is ({row.answers[0]})"]
 
 
-@metric("longbench_v2")
-def score(row: Row, reply: str) -> float:
-    """Whether the first letter that the reply states is right, 0 or 1: one in brackets, else one without."""
+def stated_letter(reply: str) -> str | None:
+    """The first letter that a reply states: one in brackets, else one without; None if there is none."""
     bare = reply.strip().replace("*", "")
     stated = re.search(r"The correct answer is \(([A-D])\)", bare) or re.search(r"The correct answer is ([A-D])", bare)
-    return float(stated is not None and stated[1] == row.answers[0])
+    return None if stated is None else stated[1]
+
+
+@metric("longbench_v2", states=stated_letter)
+def score(row: Row, reply: str) -> float:
+    """Whether the letter that the reply states is right, 0 or 1."""
+    return float(stated_letter(reply) == row.answers[0])

@@ -64,12 +64,6 @@ class Math500(FromFiles):
         return [f"\\boxed{{{row.answers[0]}}}"]
 
 
-@metric("math500")
-def score(row: Row, reply: str) -> float:
-    """Whether the last boxed answer of the reply is right, 0 or 1."""
-    return float(grade(last_boxed(reply), row.answers[0]))
-
-
 def grade(given: str | None, truth: str) -> bool:
     """Whether the given answer is right; None is wrong, and so is one too long or too costly to compare."""
     if given is None:
@@ -90,3 +84,9 @@ def last_boxed(text: str) -> str | None:
             return rest[:i]
         depth += (character == "{") - (character == "}")
     return None
+
+
+@metric("math500", states=last_boxed)
+def score(row: Row, reply: str) -> float:
+    """Whether the last boxed answer of the reply is right, 0 or 1."""
+    return float(grade(last_boxed(reply), row.answers[0]))

@@ -143,12 +143,6 @@ def _from_csv(file: Path) -> Iterator[Line]:
         yield Line(str(file), table.line_num, {"question": row[0], "choices": row[1:-1], "answer": row[-1]})
 
 
-@metric("mmlu")
-def score(row: Row, reply: str) -> float:
-    """Whether the reply ends in the right letter, 0 or 1."""
-    return float(extract_letter(reply) == row.answers[0])
-
-
 def extract_letter(reply: str) -> str | None:
     """The last "answer is (X)" or "Answer: X" of a reply, else a leading letter; not official, but this project's."""
     # possessive quantifiers give nothing back, so that a long run of blanks is read once
@@ -157,3 +151,9 @@ def extract_letter(reply: str) -> str | None:
         return str(stated[-1])
     leading = re.match(r"\s*\(?([A-D])\b", reply)
     return leading[1] if leading else None
+
+
+@metric("mmlu", states=extract_letter)
+def score(row: Row, reply: str) -> float:
+    """Whether the reply ends in the right letter, 0 or 1."""
+    return float(extract_letter(reply) == row.answers[0])

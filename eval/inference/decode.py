@@ -1,4 +1,4 @@
-"""From a cache that holds the prompt: greedy decoding, and reading given tokens as decoding would.
+"""From a cache that holds the prompt: decoding, and reading given tokens as decoding would.
 
 **Decoding.** The first token's logits are given. A step in Python launches over a thousand kernels and waits for none
 of them. Where the cache allows it (`capturable`), the steps after the first are replays of one captured CUDA graph.
@@ -15,6 +15,7 @@ from transformers import Cache, PreTrainedModel
 
 from leank.eval.cache.graph import CAPTURE_FOR, DecodeLoop, capturable
 from leank.eval.inference.prefill import positions_of
+from leank.eval.inference.sampling import Draws
 from leank.versions import CACHE
 
 AT_ONCE = 256  # tokens that are read in one call; the limit bounds the hidden states and scores held
@@ -22,7 +23,7 @@ Stopped = Callable[[int, list[int]], bool]
 
 
 @torch.no_grad()
-def greedy(
+def decode(
     model: PreTrainedModel,
     cache: Cache,
     logits: Tensor,
@@ -32,13 +33,15 @@ def greedy(
     max_new_tokens: Sequence[int],
     min_new_tokens: Sequence[int],
     stopped: Stopped | None = None,
+    draws: Draws | None = None,
 ) -> tuple[list[list[int]], int, list[int | None]]:
-    """Answers of B rows, as model.generate(do_sample=False) gives them, without the end-of-text token.
+    """Answers of B rows without the end-of-text token; without draws as model.generate(do_sample=False) gives them.
 
     logits: [B, vocabulary] of the first token; lengths: int [B], real tokens of each prompt
     real: bool [B, T], False = padding of the prompt, None = no padding
     eos: end-of-text token ids; max_new_tokens, min_new_tokens: per row
     stopped: stopped(row, tokens), whether an answer is complete
+    draws: what decides the tokens; None takes the likeliest
     Returns the tokens of each row, the number of decoding steps, and for each row the step at which its logits were NaN
     or infinite (0 is the first token), where its answer ends, or None.
     """
@@ -53,19 +56,21 @@ def greedy(
     done = limit <= 0
     broken = torch.full((rows,), longest, device=device)
     tokens: list[Tensor] = []
+    written: list[list[int]] = [[] for _ in range(rows)]
     steps = 0
     for step in range(longest):
         if len(ends) and bool((least > step).any()):
             forbid = (least > step)[:, None] & torch.zeros_like(logits, dtype=torch.bool).index_fill(1, ends, True)
             logits = logits.masked_fill(forbid, -torch.inf)
-        tokens.append(logits.argmax(-1))
+        tokens.append(logits.argmax(-1) if draws is None else draws.tokens(logits, step))
         bad = ~done & ~logits.amax(-1).isfinite()  # of -inf alone, which forbids a token, none is the largest
         broken = broken.masked_fill(bad, step)
         done = done | bad | torch.isin(tokens[-1], ends) | (limit <= step + 1)
         if stopped is not None:
-            done = done | torch.tensor(
-                [stopped(row, [int(t[row]) for t in tokens]) for row in range(rows)], device=device
-            )
+            for row, token in enumerate(tokens[-1].tolist()):
+                written[row].append(token)
+            ended = done.tolist()
+            done = torch.tensor([ended[row] or stopped(row, written[row]) for row in range(rows)], device=device)
         if bool(done.all()):
             break
         if steps and longest - step > CAPTURE_FOR and not loop.captured and capturable(cache):

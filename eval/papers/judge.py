@@ -10,6 +10,7 @@ import pandas as pd
 
 from leank.eval.papers.item import Contrast, Expect
 from leank.eval.report.groups import paired
+from leank.eval.report.sampled import by_sample
 from leank.eval.report.summary import Values, strata
 from leank.stats import interval, mean
 
@@ -57,7 +58,7 @@ def contrast(claim: Contrast, runs: Sequence[pd.DataFrame]) -> Judgement | None:
     pairs = [paired(table, claim.first, claim.second) for table in runs]
     pairs = [p.assign(ratio=p[f"{name}_first"] / p[f"{name}_second"].replace(0, np.nan),
                       gain=p["score_first"] - p["score_second"]) for p in pairs if len(p)]  # fmt: skip
-    found = [values for p in pairs for values in strata(p, "gain" if scores else "ratio")]
+    found = [values for p in pairs for values in strata(by_sample(p), "gain" if scores else "ratio")]
     if not scores:
         found = [kept for values in found if len(kept := values[values > 0])]  # a clock may have read 0 seconds
     if name == claim.measure and not scores and found:

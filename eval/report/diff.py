@@ -10,6 +10,7 @@ from leank.data_gen.amount import amount
 from leank.errors import naming
 from leank.eval.report.groups import changed, frame, group, paired
 from leank.eval.report.page import Reply, Section, page, replies, title
+from leank.eval.report.sampled import by_sample
 from leank.eval.report.summary import Means, Record, strata
 from leank.eval.report.tables import Table, difference, with_interval
 from leank.eval.rows import read
@@ -32,8 +33,9 @@ def table(pairs: pd.DataFrame, first: str, second: str) -> Table:
     means, records = Means(), []
     for _, part in parts:
         record: Record = {}
+        samples = by_sample(part)
         for name in ("difference", "kl_difference"):
-            means.add(record, name, strata(part, name))
+            means.add(record, name, strata(samples, name))
         records.append(record)
     means.draw()
 

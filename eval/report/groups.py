@@ -11,6 +11,7 @@ from leank.eval.rows import ResultRow, RowSettings, check_rows
 
 Variant = tuple[str, str]  # a method's label, and the digest of its settings
 SAMPLE = ["cell", "length", "task", "sample", "seed"]  # columns that tell a sample from every other of its run
+REPLY = [*SAMPLE, "reply"]  # and a reply from every other
 SECONDS = ("prefill", "seal", "first_token", "per_token")
 FIGURES = ("length", "allocated_bytes", "middle_bytes", *SECONDS, "tokens_compared", "kl", "top1", "loss", "dense_loss")
 MIDDLE, ENDS = ("middle_k", "middle_v", "extra"), ("sink", "window", "other")  # parts of a cache's bytes
@@ -39,7 +40,8 @@ def group(rows: Iterable[ResultRow]) -> list[list[ResultRow]]:
         common, method = written[id(row["settings"])]
         run = runs[row["model"], row["benchmark"], row["compress"], common]
         data = row["settings"].get("data")
-        sample = (row["method"], method, data, row["task"], row["length"], row["sample"], row["seed"])
+        which = (row["task"], row["length"], row["sample"], row["seed"], row.get("reply", 0))
+        sample = (row["method"], method, data, *which)
         if sample not in run or _rank(row) > _rank(run[sample]):
             run[sample] = row
     groups: dict[tuple[object, ...], list[ResultRow]] = defaultdict(list)
@@ -135,6 +137,9 @@ def _line(row: ResultRow, method: str) -> dict[str, Any]:
     return {
         "method": method,
         **{name: row[name] for name in COPIED},  # type: ignore[literal-required]
+        "reply": row.get("reply", 0),
+        "stated": row.get("stated"),
+        "votes": "stated" in row,
         "score": 100 * row["score"],
         "cache_bytes": row["cache_bytes"]["total"],
         "allocated_bytes": row["cache_bytes"].get("allocated"),
@@ -156,9 +161,9 @@ def _line(row: ResultRow, method: str) -> dict[str, Any]:
 
 
 def paired(table: pd.DataFrame, first: str, second: str) -> pd.DataFrame:
-    """Return a line for every sample of both methods, in the order of `second`; columns end in _first and _second."""
+    """Return a line for every reply of both methods, in the order of `second`; columns end in _first and _second."""
     a, b = (table[table["method"] == name] for name in (first, second))
-    return b.merge(a, on=SAMPLE, suffixes=("_second", "_first"))
+    return b.merge(a, on=REPLY, suffixes=("_second", "_first"))
 
 
 def changed(table: pd.DataFrame, first: str, second: str) -> pd.DataFrame:

@@ -56,7 +56,8 @@ def replies(pairs: pd.DataFrame, first: str, second: str) -> list[Reply]:
     """Return the samples of `groups.paired` with both replies, in order."""
     return [
         Reply(
-            f"{line.task}{'' if pd.isna(line.length) else f', {line.length:.0f} tokens'}, sample {line.sample}",
+            f"{line.task}{'' if pd.isna(line.length) else f', {line.length:.0f} tokens'}, sample {line.sample}"
+            f"{f', reply {line.reply}' if pairs['reply'].any() else ''}",
             f"{line.score_first:.0f} → {line.score_second:.0f}",
             {"answers": ", ".join(map(str, line.answers_first)), first: line.prediction_first,
              second: line.prediction_second},

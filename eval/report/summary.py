@@ -12,10 +12,12 @@ differ in the method alone:
     cells, by_length, overall       figures of each method by task and length, by length, and of all
     differences         each method that is asked for, or has a learned mask, minus every other
     by_op, by_depth, by_turn        scores by op (GSM-Infinite), by depth (needle) and by turn (conversations)
+    sampled             pass@k and majority vote of each method (`eval.report.sampled`); empty where replies are greedy
 
-The last seven are lists of records, which pandas reads as tables. Scores, shares and their differences are in points, 0
+The last eight are lists of records, which pandas reads as tables. Scores, shares and their differences are in points, 0
 to 100, and tasks and lengths count alike in a mean. NAME_low and NAME_high are the 95% interval of NAME. A figure is
-None where no row has it. Records of figures have
+None where no row has it. Where a sample has several replies, its figures are their means (avg@k), so that intervals and
+differences are over samples, and it has a mark where any reply has it. Records of figures have
 
     n, score, prompt_tokens
     cache_bytes, allocated_bytes        mean bytes after the prompt, of the tensors and of the GPU's allocator
@@ -37,7 +39,8 @@ import numpy as np
 import pandas as pd
 
 from leank.eval.benchmarks.base import metrics_by_op
-from leank.eval.report.groups import MARKED, SAMPLE, SECONDS, frame, group, labels, variant
+from leank.eval.report.groups import MARKED, REPLY, SAMPLE, SECONDS, frame, group, labels, variant
+from leank.eval.report.sampled import by_sample, sizes, votes
 from leank.eval.rows import ResultRow
 from leank.stats import DRAWS, LEVEL, intervals, mean
 
@@ -99,7 +102,8 @@ def _run(rows: Sequence[ResultRow], columns: Sequence[str]) -> Run:
     dense = next((name for name, config in methods.items() if not config), None)
     masks = learned(methods)
     compared = [name for name in columns or masks if name in methods] if columns or len(masks) <= COLUMNS else []
-    table = _beside_dense(frame(rows), dense)
+    replies = frame(rows)
+    table = by_sample(_beside_dense(replies, dense))
     common = {name: value for name, value in rows[0]["settings"].items() if name not in ("method", "data")}
     if data := {row["task"]: row["settings"]["data"] for row in rows if "data" in row["settings"]}:
         common["data"] = data
@@ -120,6 +124,7 @@ def _run(rows: Sequence[ResultRow], columns: Sequence[str]) -> Run:
         "by_op": _by_op(table),
         "by_depth": _by_depth(table),
         "by_turn": _by_turn(table, means),
+        "sampled": _sampled(replies, dense, means),
     }
     means.draw()
     return run
@@ -133,9 +138,9 @@ def _plain(value: object) -> Any:
 
 
 def _beside_dense(table: pd.DataFrame, dense: str | None) -> pd.DataFrame:
-    """Add what dense has of each sample: points above it, whether replies are equal, and both bytes; NaN without it."""
-    of_dense = table.loc[table["method"] == dense, [*SAMPLE, "score", "prediction", "cache_bytes"]]
-    base = table[SAMPLE].merge(of_dense, on=SAMPLE, how="left")
+    """Add what dense has of each reply: points above it, whether replies are equal, and both bytes; NaN without it."""
+    of_dense = table.loc[table["method"] == dense, [*REPLY, "score", "prediction", "cache_bytes"]]
+    base = table[REPLY].merge(of_dense, on=REPLY, how="left")
     there = base["score"].notna().to_numpy() & (table["method"] != dense).to_numpy()
     return table.assign(
         difference=(table["score"] - base["score"]).where(there),
@@ -232,5 +237,27 @@ def _by_turn(table: pd.DataFrame, means: Means) -> list[Record]:
     for record, part in _groups(rows, ["mode", "length", "method", "turn"]):
         record["n"] = len(part)
         means.add(record, "score", strata(part, "score"))
+        out.append(record)
+    return out
+
+
+def _sampled(table: pd.DataFrame, dense: str | None, means: Means) -> list[Record]:
+    """Several replies a sample: pass@k and majority of each method, and the points by which they are above dense's."""
+    if not table["reply"].any():
+        return []
+    found = votes(table)
+    if found.empty:
+        return []
+    replies = 1 + int(table["reply"].max())
+    names = [*(f"pass_{k}" for k in sizes(replies)), "majority"]
+    base = found.loc[found["method"] == dense, [*SAMPLE, *names]]
+    out = []
+    for record, part in _groups(found, ["method"]):
+        record |= {"n": len(part), "replies": replies}
+        both = part.merge(base, on=SAMPLE, how="left", suffixes=("", "_dense"))
+        for name in names:
+            means.add(record, name, strata(part, name))
+            gain = both.assign(gain=both[name] - both[f"{name}_dense"])
+            means.add(record, f"{name}_difference", strata(gain, "gain") if record["method"] != dense else [])
         out.append(record)
     return out

@@ -14,6 +14,7 @@ import pandas as pd
 from leank.eval import published
 from leank.eval.benchmarks.gsm_infinite import auc
 from leank.eval.report.groups import flat
+from leank.eval.report.sampled import sizes
 from leank.eval.report.summary import COLUMNS, Record, Run, learned
 
 # the mark behind a score, and the sentence below the table
@@ -178,6 +179,8 @@ def overall(run: Run) -> Table:
             "first token, ms", "a token, ms"]  # fmt: skip
     note = "Prompt tokens: mean. Cache: mean bytes after the prompt. Score and difference from dense (paired): 95% "
     note += "bootstrap intervals." + (" Score: share of the text's tokens that the method ranks first." if text else "")
+    if run["sampled"]:
+        note += f" The score of a sample is the mean of its {run['sampled'][0]['replies']} replies (avg@k)."
     masks = len(learned(run["methods"]))
     if masks > COLUMNS and not run["differences"]:
         note += (
@@ -186,6 +189,27 @@ def overall(run: Run) -> Table:
         )
     shades = {(line, 4): cell["difference"] for line, cell in enumerate(run["overall"])}
     return Table.of("Overall", head, lines, " ".join([note, *_lacking(run), *remarks(run["overall"])]), shades)
+
+
+def sampled(run: Run) -> Table | None:
+    """Make a table of pass@k and majority vote by method; None where replies are greedy or one a sample."""
+    if not run["sampled"]:
+        return None
+    replies = run["sampled"][0]["replies"]
+    names = {f"pass_{k}": f"pass@{k}" for k in sizes(replies)} | {"majority": f"maj@{replies}"}
+    there = [name for name in names if any(record[name] is not None for record in run["sampled"])]
+    lines = [
+        [record["method"], str(record["n"])]
+        + [text for name in there for text in (with_interval(record, name) or "-",
+                                               with_interval(record, f"{name}_difference", "+.1f"))]
+        for record in run["sampled"]
+    ]  # fmt: skip
+    head = ["method", "n", *(text for name in there for text in (names[name], f"{names[name]} minus dense"))]
+    note = (
+        f"Of the samples with all {replies} replies. pass@k: the best score of k replies, expected over draws from all"
+        " (unbiased); maj: the score of the answer that most replies state. Intervals and differences are over samples."
+    )
+    return Table.of(f"{replies} replies a sample", head, lines, note)
 
 
 def from_dense(run: Run) -> Table | None:
@@ -377,8 +401,16 @@ def tables(run: Run) -> list[Table]:
     """Make all tables of one run of a summary."""
     lengths = by_length(run)
     alike = lengths is not None and len(run["tasks"]) == 1  # a table of tasks at each length would repeat it
-    found = [overall(run), best_of_sizes(run), from_dense(run), from_dense_by_length(run), differences(run), lengths]
+    found = [
+        overall(run),
+        sampled(run),
+        best_of_sizes(run),
+        from_dense(run),
+        from_dense_by_length(run),
+        differences(run),
+        lengths,
+    ]
     if distances_lead(run):
-        found = [found[2], found[3], found[1], found[0], *found[4:]]
+        found = [found[3], found[4], found[2], found[0], *found[5:]]
     found += [*turns(run), *gsm(run), *([] if alike else [by_task(run, n) for n in run["lengths"]])]
     return [table for table in found if table is not None]

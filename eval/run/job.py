@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from leank.data_gen.amount import amount
 from leank.errors import out_of_memory
-from leank.eval.benchmarks.base import Benchmark, Cell, Row, score_row
+from leank.eval.benchmarks.base import STATED, Benchmark, Cell, Row, score_row, stated
 from leank.eval.inference.models import ModelConfig
 from leank.eval.inference.prompts import Prompt, encode_turns, overhead
 from leank.eval.methods import Method
@@ -93,6 +93,8 @@ class Job:
         }
         if self.settings.fidelity:
             found["fidelity"] = self.settings.fidelity
+        if self.settings.sampling.temperature:
+            found["sampling"] = self.settings.sampling.identity()
         if (data := self.benchmark.data(task)) is not None:
             found["data"] = data
         if specials is not None:
@@ -104,14 +106,15 @@ class Job:
         return hashlib.sha256(json.dumps(self.config(method, task, specials), sort_keys=True).encode()).hexdigest()[:10]
 
     def key(self, method: Method, cell: Cell, sample: str, specials: str | None = None) -> Key:
-        """Return the key of one row."""
+        """Return the key of one row, of a sample's first reply."""
         return self.keys(method, cell, [sample], specials)[0]
 
     def keys(self, method: Method, cell: Cell, samples: Sequence[str], specials: str | None = None) -> list[Key]:
-        """Return the keys of one method's rows in a cell; they share a digest."""
+        """Return the keys of one method's rows in a cell, those of a sample's replies together; they share a digest."""
         first = (self.model.label, method.label, self.digest(method, cell.task, specials), self.benchmark.name)
         last = (self.benchmark.seed, self.settings.compress)
-        return [Key(*first, cell.task, cell.length, sample, *last) for sample in samples]
+        replies = range(self.settings.sampling.replies)
+        return [Key(*first, cell.task, cell.length, sample, *last, reply) for sample in samples for reply in replies]
 
     def missing(self, done: set[Key]) -> list[tuple[Cell, tuple[str, ...], list[Method]]]:
         """Return the batches that still lack rows, each with the methods that lack them.
@@ -139,7 +142,8 @@ class Job:
         """Yield each row's sample, and its keys where its text spells no special token and where it does."""
         ids = [(sample, row) for sample in cell.samples for row in cell.ids(sample)]
         found = (self.keys(method, cell, [row for _, row in ids], how) for how in (None, self.settings.specials))
-        for (sample, _), *either in zip(ids, *found, strict=True):
+        samples = (sample for sample, _ in ids for _ in range(self.settings.sampling.replies))
+        for sample, *either in zip(samples, *found, strict=True):
             yield sample, tuple(either)
 
     def all_keys(self) -> list[Key]:
@@ -228,8 +232,15 @@ class Job:
         tell: Tell,
     ) -> None:  # fmt: skip
         """Answer a batch with every method that lacks a row of it, store the rows that are new, and tell of each."""
-        cell, samples = batch.cell, list(zip(batch.rows, batch.prompts, strict=True))
-        keys = {id(m): [self.key(m, cell, row.id, prompt.specials) for row, prompt in samples] for m in methods}
+        cell, replies = batch.cell, range(self.settings.sampling.replies)
+        samples = [pair for pair in zip(batch.rows, batch.prompts, strict=True) for _ in replies]
+        keys = {
+            id(m): [
+                key for row, prompt in zip(batch.rows, batch.prompts, strict=True)
+                for key in self.keys(m, cell, [row.id], prompt.specials)
+            ]
+            for m in methods
+        }  # fmt: skip
         lacking = [m for m in methods if not results.keys.issuperset(keys[id(m)])]
         if not lacking:
             return
@@ -247,7 +258,7 @@ class Job:
         """Return the row that is stored."""
         seconds = answer.seconds
         question = seconds["seal"] + seconds["question"] if seconds["question"] else 0
-        return {
+        made: ResultRow = {
             "model": key.model, "method": key.method, "config": key.config, "benchmark": key.benchmark,
             "task": key.task, "length": key.length, "sample": key.sample, "seed": key.seed, "compress": key.compress,
             "score": _score(row, answer),
@@ -274,6 +285,11 @@ class Job:
                 "per_token": seconds["decode"] / answer.steps if answer.steps else None,
             },
         }  # fmt: skip
+        if self.settings.sampling.temperature:
+            made["reply"] = key.reply
+            if row.metric in STATED:
+                made["stated"] = None if answer.non_finite is not None else stated(row, answer.text)
+        return made
 
 
 def _tokens(row: Row, prompt: Prompt) -> int:

@@ -27,10 +27,11 @@ from leank.eval.benchmarks.base import Row, cut_at_stop
 from leank.eval.cache import CompressedCache
 from leank.eval.cache.graph import stores
 from leank.eval.cache.storage.codecs import PageSegment
-from leank.eval.inference.decode import Stopped, greedy
+from leank.eval.inference.decode import Stopped, decode
 from leank.eval.inference.models import windows_of
 from leank.eval.inference.prefill import Prefill, PromptLayer, extend, pad_left, prefill
 from leank.eval.inference.prompts import SPECIALS, Prompt, encode
+from leank.eval.inference.sampling import GREEDY, Draws, Sampling
 from leank.eval.methods import Method
 from leank.eval.rows import Fidelity
 from leank.eval.run.fidelity import Compared, Comparison, Continuation, Questions
@@ -53,6 +54,7 @@ class Settings(Checked):
     # max_new_tokens, min_new_tokens: bounds of a reply that replace the benchmark's; None keeps the benchmark's
     max_new_tokens: Positive | None = None
     min_new_tokens: Count | None = None
+    sampling: Sampling = GREEDY  # how replies are drawn, and how many of each sample
     # tokens of dense's reply at which every method's next-token distribution is compared with dense's, see
     # eval.run.fidelity; 0 compares none
     fidelity: Count = 0
@@ -108,6 +110,7 @@ class Turn:
     """What is read and written behind the prompts of a batch; a benchmark without conversations has one turn."""
 
     rows: Sequence[Row]  # of the batch
+    prompts: Sequence[list[int]]  # per row, all tokens up to the reply
     questions: list[list[int]]  # per row, tokens that are still to be read before the reply
     most: list[int]  # most, least: per row, bounds of the reply's tokens
     least: list[int]
@@ -134,16 +137,23 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """Where a cache stands once a turn's questions, if they were still to come, are read."""
+
+    questions: Questions
+    logits: Tensor  # [B, vocabulary], of the reply's first token
+    seconds: float  # spent on reading
+
+
+@dataclass(frozen=True)
 class Decoded:
-    """What came of a turn."""
+    """What came of a turn, or of one of its replies."""
 
     tokens: list[list[int]]  # per row, the reply, or the text that was read
     steps: int  # decoding steps
     broken: list[int | None]  # per row, `Answer.non_finite`
     fed: list[int]  # per row, tokens behind the prompt that were read
     cache: Cache  # through which they were read
-    asked: Questions | None  # where the cache stood before the reply; None for texts
-    question_seconds: float  # spent on reading the questions through the cache
     seconds: float  # spent on decoding, or on reading the texts
 
 
@@ -305,13 +315,20 @@ class Replay:
         self, prompts: Sequence[Prompt], rows: Sequence[Row], methods: Sequence[Method],
         turns: int = 1, one_cache: bool = False,
     ) -> Iterator[tuple[Method, list[Answer]]]:  # fmt: skip
-        """Yield each method with its answers; methods that can share a dense pass over the prompts do.
+        """Yield each method with its answers, in the order of rows; methods that can share a dense pass do.
+
+        With sampling each row has `Settings.sampling.replies` answers, one after the other.
 
         prompts, rows: of the samples; of conversations, those of the first one's turns, then the second one's, ...
         turns, one_cache: see `Cell`
         Raises ValueError if compress=before_question meets a sample without a context.
         """
         reading = any(row.read for row in rows)
+        if reading and self.settings.sampling.temperature:
+            raise ValueError(
+                f"sampling.temperature={self.settings.sampling.temperature}: task {rows[0].task} reads texts and "
+                "writes no replies; leave sampling out"
+            )
         split = reading or turns > 1 or self.settings.compress == "before_question"
         first = [p.ids[: p.question] if split else p.ids for p in prompts[::turns]]
         if split and min(map(len, first)) == 0:
@@ -324,7 +341,8 @@ class Replay:
             rest = [p.ids[p.question :] if split else [] for p in prompts[number::turns]]
             of_turn = rows[number::turns]
             questions, texts = ([[] for _ in rest], rest) if reading else (rest, None)
-            plan.append(Turn(of_turn, questions, *self.bounds(of_turn), texts))
+            whole = [p.ids for p in prompts[number::turns]]
+            plan.append(Turn(of_turn, whole, questions, *self.bounds(of_turn), texts))
         read = [max(map(len, turn.questions)) + max(map(len, turn.texts or [[]])) for turn in plan]
         room = max(n for turn in plan for n in turn.most) + (sum(read) if one_cache else max(read))
         batch = Batch(plan, one_cache, *pad_left(first, self.pad, self.model.device), room)
@@ -350,7 +368,7 @@ class Replay:
             if batch.continuation is not None and batch.turns[0].texts is None:
                 # `_answers` has let go of its cache: there may not be room for two
                 near = self._comparison.fidelity(method.cache(self.model, prompt), prompt, batch.continuation)
-                for answer, (fidelity, _) in zip(found, near, strict=True):
+                for answer, (fidelity, _) in zip(found[:: self.settings.sampling.replies], near, strict=True):
                     answer.fidelity = fidelity
             yield method, found
 
@@ -363,7 +381,9 @@ class Replay:
             return self._comparison.continuation(prompt, turn.questions, turn.texts, True)
         most = [min(n, self.settings.fidelity) for n in turn.most]
         least = [min(pair) for pair in zip(most, turn.least, strict=True)]
-        decoded = self._decode(prompt.fork(), prompt, prompt, replace(turn, most=most, least=least))
+        cache = prompt.fork()
+        asked = self._ask(cache, prompt, prompt, turn)
+        decoded = self._decode(cache, prompt, asked, replace(turn, most=most, least=least), None)
         return self._comparison.continuation(prompt, turn.questions, decoded.tokens, False)
 
     @cached_property
@@ -385,22 +405,11 @@ class Replay:
             grown = taken if "dense" in held[0] else self._allocated() - allocated
             held = [{**own, "allocated": float(grown // batch.rows)} for own in held]
         before: Prefill | Questions = prompt
-        found: list[list[Answer]] = []
-        for turn in batch.turns:
-            near: list[Compared] = [(None, None)] * batch.rows
-            if turn.texts is not None and batch.continuation is not None:
-                start = self.now()
-                near = self._comparison.fidelity(cache, prompt, batch.continuation)
-                broken = [None if one is None else one["non_finite"] for one, _ in near]
-                fed = [max(0, len(text) - 1) for text in turn.texts]
-                decoded = Decoded(turn.texts, 0, broken, fed, cache, None, 0.0, self.now() - start)
-            else:
-                reading = cache if batch.one_cache or len(batch.turns) == 1 else branch(cache)
-                decoded = self._decode(reading, prompt, before, turn, keep=batch.one_cache)
-                if batch.one_cache and decoded.asked is not None:
-                    before = decoded.asked
+        found: list[list[Answer]] = []  # of each turn and reply
+
+        def add(turn: Turn, decoded: Decoded, question_seconds: float, near: Sequence[Compared] | None = None) -> None:
             seconds = {
-                "prefill": prefilled, "seal": sealed, "question": decoded.question_seconds, "decode": decoded.seconds,
+                "prefill": prefilled, "seal": sealed, "question": question_seconds, "decode": decoded.seconds,
             }  # fmt: skip
             middle = compression.found(decoded.fed, decoded.cache)
             found.append([
@@ -415,13 +424,29 @@ class Replay:
                     compressed=middle[row][1] if method.axes else None,
                     dense_only=self._dense_only(method, turn, decoded, row),
                     non_finite=decoded.broken[row],
-                    fidelity=near[row][0],
-                    score=near[row][1],
+                    fidelity=None if near is None else near[row][0],
+                    score=None if near is None else near[row][1],
                     selected_layer=None if prompt.selected_at is None else prompt.selected_at[row],
                     saturated=None if saturated is None else saturated[row],
                 )
                 for row, tokens in enumerate(decoded.tokens)
             ])  # fmt: skip
+
+        for turn in batch.turns:
+            if turn.texts is not None and batch.continuation is not None:
+                start = self.now()
+                near = self._comparison.fidelity(cache, prompt, batch.continuation)
+                broken = [None if one is None else one["non_finite"] for one, _ in near]
+                fed = [max(0, len(text) - 1) for text in turn.texts]
+                add(turn, Decoded(turn.texts, 0, broken, fed, cache, self.now() - start), 0.0, near)
+                continue
+            reading = cache if batch.one_cache or len(batch.turns) == 1 else branch(cache)
+            asked = self._ask(reading, prompt, before, turn)
+            before = asked.questions if batch.one_cache else before
+            last = self.settings.sampling.replies - 1
+            for reply in range(last + 1):
+                mine = branch(reading) if batch.one_cache or reply < last else reading
+                add(turn, self._decode(mine, prompt, asked, turn, self._draws(turn, reply)), asked.seconds)
         return [answer for conversation in zip(*found, strict=True) for answer in conversation]
 
     def _dense_only(self, method: Method, turn: Turn, decoded: Decoded, row: int) -> bool:
@@ -433,28 +458,35 @@ class Replay:
         one = one or (len(tokens) == 1 and stopped is not None and stopped(row, tokens))
         return one and decoded.broken[row] is None
 
-    def _decode(
-        self, cache: Cache, prompt: Prefill, before: Prefill | Questions, turn: Turn, keep: bool = False
-    ) -> Decoded:
-        """Read a turn's questions behind `before` through a cache, then decode greedily.
+    def _draws(self, turn: Turn, reply: int) -> Draws | None:
+        """Return what decides the tokens of a turn's replies of that number; None if decoding is greedy."""
+        sampling = self.settings.sampling
+        if not sampling.temperature:
+            return None
+        return Draws.of(sampling, turn.prompts, reply, max(turn.most), self.model.device)
+
+    def _ask(self, cache: Cache, prompt: Prefill, before: Prefill | Questions, turn: Turn) -> Asked:
+        """Read a turn's questions behind `before` through a cache.
 
         prompt: whose next token is the reply's first where no question is read.
-        keep: whether the cache ends with the questions, as the reply is decoded in a branch of it.
         """
         start, logits, spent = self.now(), prompt.logits, 0.0
         asked = Questions.of(before, turn.questions, self.pad)
         if asked.ids.shape[1]:
             logits = extend(self.model, cache, asked.ids, asked.real)
             spent = self.now() - start
-        cache = branch(cache) if keep else cache
-        start = self.now()
-        tokens, steps, broken = greedy(
-            self.model, cache, logits, asked.real, asked.lengths, self.ends(turn.rows), turn.most, turn.least,
-            self.stops(turn.rows),
+        return Asked(asked, logits, spent)
+
+    def _decode(self, cache: Cache, prompt: Prefill, asked: Asked, turn: Turn, draws: Draws | None) -> Decoded:
+        """Decode a reply to each of a turn's questions, which the cache has read; draws: None = likeliest tokens."""
+        start, questions = self.now(), asked.questions
+        tokens, steps, broken = decode(
+            self.model, cache, asked.logits, questions.real, questions.lengths, self.ends(turn.rows), turn.most,
+            turn.least, self.stops(turn.rows), draws,
         )  # fmt: skip
-        read = (asked.lengths - prompt.lengths).tolist()
+        read = (questions.lengths - prompt.lengths).tolist()
         fed = [n + min(steps, len(reply)) for n, reply in zip(read, tokens, strict=True)]
-        return Decoded(tokens, steps, broken, fed, cache, asked, spent, self.now() - start)
+        return Decoded(tokens, steps, broken, fed, cache, self.now() - start)
 
     def bounds(self, rows: Sequence[Row]) -> tuple[list[int], list[int]]:
         """Return the most and the least tokens of each row's reply."""

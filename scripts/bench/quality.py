@@ -98,7 +98,7 @@ def widened(rows: Iterable[ResultRow]) -> tuple[Wide, list[str]]:
     methods = [*dict.fromkeys(table["method"])]
     if "dense" not in methods:
         raise ValueError("no row is of dense, which every method is compared with")
-    by = table.set_index(["method", *SAMPLE])
+    by = table.groupby(["method", *SAMPLE], sort=False, dropna=False).mean()  # over a sample's replies
     asked = by.loc["dense"].index
     wide = {name: pd.DataFrame({m: by[name].loc[m].reindex(asked) for m in methods}) for name in (*FIGURES, "bytes")}
     lacking = [method for method in methods if wide["bytes"][method].isna().any()]

@@ -18,7 +18,7 @@ from leank.eval.cache.storage.eviction import HeavyHitters
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
-from leank.eval.inference.decode import greedy
+from leank.eval.inference.decode import decode
 from leank.eval.inference.models import ModelConfig, load_model
 from leank.eval.inference.prefill import PromptLayer
 from leank.eval.methods import Method
@@ -197,7 +197,7 @@ def test_a_captured_step_decodes_what_single_steps_do(choice, captures, monkeypa
         monkeypatch.setattr("leank.eval.inference.decode.CAPTURE_FOR", least)
         prompt = method.run_prefill(model, ids, real, new)
         cache = method.cache(model, prompt)
-        tokens, _, _ = greedy(model, cache, prompt.logits, real, prompt.lengths, [], [new] * 2, [new] * 2)
+        tokens, _, _ = decode(model, cache, prompt.logits, real, prompt.lengths, [], [new] * 2, [new] * 2)
         found.append((tokens, [layer.store.held().tolist() for layer in cache.layers]))
     assert captures == [1]
     assert found[0] == found[1]

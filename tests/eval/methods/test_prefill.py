@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AttentionInterface, DynamicCache
 
 from leank.eval.__main__ import run as run_eval
-from leank.eval.inference.decode import greedy
+from leank.eval.inference.decode import decode
 from leank.eval.inference.prefill import pad_left, prefill
 from leank.eval.methods import Method
 from leank.eval.methods.channels.leank import LeanK
@@ -189,7 +189,7 @@ def test_a_layer_that_is_not_set_is_as_deep_as_in_a_model_of_32(of_32, layers, w
 def decoded(model, found):
     """Greedy tokens of each row from a pass."""
     steps = [NEW] * len(found.logits)
-    return greedy(model, found.fork(), found.logits, found.real, found.lengths, [], steps, steps)[0]
+    return decode(model, found.fork(), found.logits, found.real, found.lengths, [], steps, steps)[0]
 
 
 def answers(model, method, ids, real=None):
@@ -197,7 +197,7 @@ def answers(model, method, ids, real=None):
     found = method.prefill.run(model, ids, real, NEW, method.obs_queries, None)
     steps = [NEW] * len(ids)
     cache = method.cache(model, found)
-    return greedy(model, cache, found.logits, found.real, found.lengths, [], steps, steps)[0]
+    return decode(model, cache, found.logits, found.real, found.lengths, [], steps, steps)[0]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leank.channel_scores import pruned
-from leank.eval.inference.decode import greedy
+from leank.eval.inference.decode import decode
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import prefill
 from leank.eval.methods import build_method
@@ -142,7 +142,7 @@ def test_the_cache_attends_to_the_keys_that_are_read_back(name):
     def answer(ids, real):
         found = prefill(model, ids, real, new, chosen.obs_queries)
         cache, many = chosen.cache(model, found), [new] * len(ids)
-        return greedy(model, cache, found.logits, real, found.lengths, [], many, many)[0], cache, found
+        return decode(model, cache, found.logits, real, found.lengths, [], many, many)[0], cache, found
 
     together, cache, found = answer(ids, mask.bool())
     for row, length in enumerate(lengths):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from leank.eval.inference.decode import greedy
+from leank.eval.inference.decode import decode
 from leank.eval.inference.models import ModelConfig
 from leank.eval.inference.prefill import prefill
 from leank.eval.inference.prompts import Prompt
@@ -120,10 +120,10 @@ def test_logits_without_a_best_token_are_broken(value):
     model, (ids,) = tiny_model("llama"), prompts([40])
     dense = prefill(model, torch.tensor([ids]), None, NEW)
     logits = torch.full_like(dense.logits, value)
-    assert greedy(model, dense.fork(), logits, None, dense.lengths, [], [NEW], [0]) == ([[]], 0, [0])
+    assert decode(model, dense.fork(), logits, None, dense.lengths, [], [NEW], [0]) == ([[]], 0, [0])
     forbidden = dense.logits.clone()
     forbidden[:, :5] = -math.inf  # a model may forbid tokens
-    assert greedy(model, dense.fork(), forbidden, None, dense.lengths, [], [4], [0])[2] == [None]
+    assert decode(model, dense.fork(), forbidden, None, dense.lengths, [], [4], [0])[2] == [None]
 
 
 @pytest.mark.parametrize("method", methods(), ids=lambda m: m.label)

@@ -1,4 +1,4 @@
-"""Samples through a model: batches, conversations, and greedy decoding."""
+"""Samples through a model: batches, conversations, and decoding."""
 
 import gc
 from itertools import pairwise
@@ -11,8 +11,7 @@ from leank.eval.benchmarks.base import Row
 from leank.eval.cache import compressed_cache
 from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.graph import DecodeLoop, capturable
-from leank.eval.inference import decode
-from leank.eval.inference.decode import greedy
+from leank.eval.inference.decode import decode
 from leank.eval.inference.models import ModelConfig, load_model
 from leank.eval.inference.prefill import extend, pad_left, prefill
 from leank.eval.inference.prompts import Prompt, encode_turns
@@ -334,7 +333,7 @@ def test_rows_end_at_their_own_bounds_and_no_step_follows_the_last():
                             ([8, 8, 9], [at, 0, at + 2])):  # fmt: skip
             ids, real = pad_left(prompts, 0, "cpu")
             dense = prefill(model, ids, real, max(most))
-            found, steps, broken = greedy(model, dense.fork(), dense.logits, real, dense.lengths, eos, most, least)
+            found, steps, broken = decode(model, dense.fork(), dense.logits, real, dense.lengths, eos, most, least)
             rows = zip(prompts, most, least, strict=True)
             wanted = [written_one_by_one(model, torch.tensor([p]), eos, n, m) for p, n, m in rows]
             assert found == [[token for token in row if token not in eos] for row in wanted]
@@ -360,10 +359,10 @@ def test_a_captured_loop_gives_the_tokens_of_an_eager_one(config, lengths, captu
     ids, real = pad_left(prompts, 0, model.device)
     found = []
     for least in (MORE, 16):  # never captured, captured
-        monkeypatch.setattr(decode, "CAPTURE_FOR", least)
+        monkeypatch.setattr("leank.eval.inference.decode.CAPTURE_FOR", least)
         dense = prefill(model, ids, real, MORE, chosen.obs_queries)
         cache, n = chosen.cache(model, dense), [MORE] * len(lengths)
-        found.append(greedy(model, cache, dense.logits, real, dense.lengths, [], n, n))
+        found.append(decode(model, cache, dense.logits, real, dense.lengths, [], n, n))
     assert captures == [1]
     assert found[0] == found[1]
 

@@ -1,0 +1,220 @@
+"""Several sampled replies a sample: repeatable row by row, and reported by sample."""
+
+import dataclasses
+import json
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+from leank.eval.inference.models import ModelConfig
+from leank.eval.inference.prefill import extend
+from leank.eval.inference.prompts import Prompt
+from leank.eval.inference.sampling import Sampling, probabilities, uniforms
+from leank.eval.methods import Method
+from leank.eval.report import summarise, write_diff, write_report
+from leank.eval.report.sampled import majority, pass_at
+from leank.eval.rows import Collected, Results, read
+from leank.eval.run.job import Job
+from leank.eval.run.replay import Replay, Settings
+from leank.stats import interval
+from tests.helpers.cache_oracle import tiny_model
+from tests.helpers.replay_tools import Letters, Two, methods, prompts, rows
+from tests.helpers.report_rows import row, stored
+
+HOT = Sampling(temperature=1.0, top_p=0.95, top_k=30, replies=3, seed=5)
+TIMES = ("seconds", "batch", "cache_bytes")
+
+
+class Words(Letters):
+    """Every sample has a prompt of its own."""
+
+    def __call__(self, text, **options):
+        ids = prompts([40], seed=len(text))[0]
+        return {"input_ids": ids, "offset_mapping": [(i, i + 1) for i in range(40)]}
+
+
+class Several(Two):
+    """`Two` with prompts that differ from sample to sample."""
+
+    def row(self, cell, sample, tokenizer, overhead):
+        made = super().row(cell, sample, tokenizer, overhead)
+        return dataclasses.replace(made, context="c" * (1 + int(sample) + 2 * (cell.task == "b")))
+
+
+def tokens(lengths, sampling=HOT, some=None, **given):
+    engine = Replay(tiny_model("llama"), Letters(), Settings(sampling=sampling, **given))
+    made = [Prompt(ids, len(ids) - 3) for ids in lengths]
+    found = engine.answers(made, rows(len(made)), methods() if some is None else some)
+    return {method.label: [answer.tokens for answer in answers] for method, answers in found}
+
+
+def test_replies_are_those_of_drawing_by_hand():
+    """Dense, token by token: the number of the step passes through the cumulative probabilities."""
+    model, (ids,) = tiny_model("llama"), prompts([40])
+    found = tokens([ids], some=[Method("dense")])["dense"]
+    for reply, got in enumerate(found):
+        logits, written = extend(model, (cache := DynamicCache(config=model.config)), torch.tensor([ids]), None), []
+        for number in uniforms(HOT.seed, ids, reply, len(got)):
+            shares = probabilities(logits, HOT)[0]
+            passed = (shares / shares.sum()).cumsum(0)
+            written.append(int((passed <= number).sum()))
+            logits = extend(model, cache, torch.tensor([[written[-1]]]), None)
+        assert got == written
+    assert len({tuple(reply) for reply in found}) == HOT.replies
+
+
+@pytest.mark.parametrize("compress", ["after_question", "before_question"])
+def test_a_reply_depends_neither_on_the_batch_nor_on_how_many_there_are(compress):
+    ids = prompts([40, 29, 33])
+    together = tokens(ids, compress=compress)
+    for at, prompt in enumerate(ids):
+        alone = tokens([prompt], Sampling(1.0, 0.95, 30, 2, 5), compress=compress)
+        assert {name: some[3 * at : 3 * at + 2] for name, some in together.items()} == alone
+    if compress == "after_question":  # the first token comes from the dense pass
+        assert len({tuple(reply[0] for reply in some) for some in together.values()}) == 1
+    assert len({json.dumps(some) for some in together.values()}) >= 4  # methods do differ
+
+
+def test_turns_of_a_conversation_have_replies_of_their_own():
+    context, *questions = prompts([40, 5, 9])
+    made, held = [], context
+    for question in questions:
+        made.append(Prompt([*held, *question], len(held)))
+        held = made[-1].ids
+    engine = Replay(tiny_model("llama"), Letters(), Settings(sampling=HOT))
+    for method, found in engine.answers(made, rows(2), methods(), 2, one_cache=True):
+        assert len({tuple(answer.tokens) for answer in found}) == 2 * HOT.replies
+        alone = Replay(tiny_model("llama"), Letters(), Settings(sampling=Sampling(1.0, 0.95, 30, 1, 5)))
+        ((_, one),) = alone.answers(made, rows(2), [method], 2, one_cache=True)
+        assert [answer.tokens for answer in one] == [found[0].tokens, found[HOT.replies].tokens]
+
+
+def job(sampling=HOT, **given):
+    return Job(ModelConfig(dtype="float32"), methods()[:2], Several(), Settings(max_new_tokens=5, sampling=sampling,
+                                                                               **given))  # fmt: skip
+
+
+def said(found):
+    return sorted(json.dumps({k: v for k, v in one.items() if k not in TIMES}) for one in found)
+
+
+def test_rows_are_equal_over_batches_shards_and_resumed_runs(tmp_path):
+    whole = Collected()
+    assert job().run(whole, tiny_model("llama"), Words()) == 2 * 3 * 3
+    assert {(one["reply"], one["settings"]["sampling"]["temperature"]) for one in whole.rows} == {
+        (reply, 1.0) for reply in range(3)
+    }
+    batched = Collected()
+    job(batch_size=2).run(batched, tiny_model("llama"), Words())
+    assert said(batched.rows) == said(whole.rows)
+    for shard in (0, 1):
+        with Results(tmp_path / "shards", f"-{shard}-of-2") as results:
+            job(shard=f"{shard}/2").run(results, tiny_model("llama"), Words())
+    assert said(read(tmp_path / "shards")) == said(whole.rows)
+    with Results(tmp_path / "killed") as results:
+        for one in whole.rows[1::2]:
+            results.append(one)
+        assert job().run(results, tiny_model("llama"), Words()) == 9
+        assert job().run(results, tiny_model("llama"), Words()) == 0
+    assert said(read(tmp_path / "killed")) == said(whole.rows)
+    more = Collected()
+    more.keys = {*whole.keys}
+    assert job(Sampling(1.0, 0.95, 30, 4, 5)).run(more, tiny_model("llama"), Words()) == 2 * 3  # the fourth replies
+
+
+def test_greedy_rows_are_as_they_were():
+    found = Collected()
+    job(Sampling()).run(found, tiny_model("llama"), Words())
+    assert not any({"reply", "stated"} & one.keys() or "sampling" in one["settings"] for one in found.rows)
+    assert {key.reply for key in found.keys} == {0}
+
+
+def test_a_text_has_no_replies():
+    engine = Replay(tiny_model("llama"), Letters(), Settings(sampling=HOT))
+    with pytest.raises(ValueError, match=r"sampling.temperature=1.0: task t reads texts and writes no replies"):
+        next(engine.answers([Prompt(prompts([40])[0], 20)], rows(1, read=True), [Method("dense")]))
+
+
+SCORES = st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=1, max_size=7)
+
+
+@settings(max_examples=60)
+@given(SCORES, st.data())
+def test_pass_at_k_is_the_mean_best_score_of_every_choice_of_k_replies(scores, data):
+    k = data.draw(st.integers(1, len(scores)))
+    assert pass_at(scores, k) == pytest.approx(np.mean([max(some) for some in combinations(scores, k)]))
+    assert pass_at(scores, 1) == pytest.approx(np.mean(scores))
+
+
+def test_pass_at_more_than_all_replies_is_refused():
+    with pytest.raises(ValueError, match="pass@3 of 2 replies"):
+        pass_at([0.0, 1.0], 3)
+
+
+@pytest.mark.parametrize(
+    ("stated", "scores", "wanted"),
+    [
+        (["7", "7", "8"], [1, 1, 0], 1),
+        (["7", "8", "8"], [1, 0, 0], 0),
+        (["7", "8"], [1, 0], 0.5),
+        ([None, None, "7"], [0, 0, 1], 1),
+        ([None, None], [0, 0], 0),
+    ],
+)
+def test_most_replies_decide(stated, scores, wanted):
+    assert majority(stated, scores) == wanted
+
+
+def sampled_rows(seed=0, replies=4, samples=6):
+    draw = np.random.default_rng(seed)
+    return [
+        row(method, sample, float(score), reply=reply, stated=str(int(score)) if draw.random() < 0.9 else None)
+        for method in ("dense", "leank")
+        for sample in range(samples)
+        for reply, score in enumerate(draw.integers(0, 2, replies))
+    ]
+
+
+def test_figures_are_over_samples(tmp_path):
+    made = sampled_rows()
+    (run,) = summarise(made)["runs"]
+    of = {
+        name: np.array([r["score"] for r in made if r["method"] == name]).reshape(6, 4) for name in ("dense", "leank")
+    }
+    dense, leank = run["overall"]
+    assert (leank["n"], leank["pairs"]) == (6, 6)
+    assert leank["score"] == pytest.approx(100 * of["leank"].mean())
+    assert (leank["score_low"], leank["score_high"]) == pytest.approx(interval([100 * of["leank"].mean(1)]))
+    gain = 100 * (of["leank"] - of["dense"]).mean(1)
+    assert leank["difference"] == pytest.approx(gain.mean())
+    assert (leank["difference_low"], leank["difference_high"]) == pytest.approx(interval([gain]))
+    two = run["sampled"][1]
+    best = [100 * pass_at(scores.tolist(), 2) for scores in of["leank"]]
+    assert two["pass_2"] == pytest.approx(np.mean(best))
+    assert (two["pass_2_low"], two["pass_2_high"]) == pytest.approx(interval([best]))
+    assert two["pass_4_difference"] == pytest.approx(100 * (of["leank"].max(1) - of["dense"].max(1)).mean())
+    assert two["majority"] is not None
+    assert (run["sampled"][0]["pass_2_difference"], dense["difference"]) == (None, None)
+
+
+def test_reports_and_comparisons_have_tables_of_replies(tmp_path):
+    write_report(stored(tmp_path, sampled_rows()))
+    text = (tmp_path / "summary.md").read_text()
+    assert "## 4 replies a sample" in text
+    assert "| pass@2 | pass@2 minus dense | pass@4 |" in " ".join(text.split())
+    assert "maj@4 minus dense" in text
+    _, table = write_diff(tmp_path, "dense", "leank")
+    assert "95% bootstrap interval" in table
+    assert ", reply 3" in (tmp_path / "diff_dense_leank.md").read_text()
+
+
+def test_samples_that_lack_replies_have_no_votes():
+    made = [one for one in sampled_rows() if (one["sample"], one["reply"]) != ("2", 3)]
+    (run,) = summarise(made)["runs"]
+    assert [record["n"] for record in run["sampled"]] == [5, 5]
+    assert [record["n"] for record in run["overall"]] == [6, 6]
