@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from leank.errors import in_one_line
@@ -49,6 +50,32 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]])
         # a macro takes the place of the function of that name
         own = f"{{%- macro strftime_now(form) -%}}{{{{ {json.dumps(dates)}[form] }}}}{{%- endmacro +%}}" + own
     return str(tokenizer.apply_chat_template(messages, chat_template=own, tokenize=False, add_generation_prompt=True))
+
+
+def set_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, object]) -> None:
+    """Let every text of the chat template be made with these arguments, such as enable_thinking=False.
+
+    They become assignments before the template, so that whatever reads the template reads them, too.
+    Raises ValueError for a name that the template does not read, a value that is no plain one, or no template.
+    """
+    if not arguments:
+        return
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(f"model.chat_arguments={dict(arguments)}: the tokenizer has no chat template; leave them out")
+    own = tokenizer.get_chat_template()
+    for name, value in arguments.items():
+        if not (isinstance(value, bool | int | float | str) or value is None):
+            raise ValueError(f"model.chat_arguments.{name}={value!r} must be true, false, null, a number or a text")
+        if not re.search(rf"\b{re.escape(str(name))}\b", own) or not str(name).isidentifier():
+            raise ValueError(
+                f"model.chat_arguments.{name}={value!r}: the chat template reads no such name; leave it out"
+            )
+    literals = {
+        name: json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+        for name, value in arguments.items()
+    }
+    assigned = (f"{{%- set {name} = {literal} %}}" for name, literal in literals.items())
+    tokenizer.chat_template = "".join(assigned) + own
 
 
 def prompt(sample: Any, tokenizer: PreTrainedTokenizerBase, chat: bool) -> str:

@@ -76,6 +76,7 @@ class RowSettings(TypedDict):
     data: NotRequired[str | None]
     # how special tokens in the sample's own text were read; missing where the text spells none
     specials: NotRequired[Annotated[str, OneOf("text", "as_is")] | None]
+    thought: NotRequired[str]  # "cut": thoughts are not scored; missing where the model has no token that ends one
     sampling: NotRequired[dict[str, object]]  # `eval.inference.sampling.Sampling.identity`; missing where greedy
 
 
@@ -125,6 +126,10 @@ class ResultRow(TypedDict):
     meta: Annotated[dict[str, Any], GetPydanticSchema(lambda _, handler: handler(_Meta))]
     prompt_tokens: Count  # prompt_tokens, new_tokens: tokens of the prompt and of the reply
     new_tokens: Count
+    # what cut the reply off: "thought" if it ends inside a thought, "limit" if only max_new_tokens ended it, None if
+    # nothing did; older rows lack it
+    cut: NotRequired[Annotated[str, OneOf("thought", "limit")] | None]
+    repeated: NotRequired[Annotated[float, Ge(0), Le(1)]]  # share of the reply's 4-grams that it has had before
     # bytes held after the prompt, per part and in "total"; one sample's share of its batch. "allocated" is what the
     # GPU's allocator counts, of which other tensors that are freed meanwhile are taken off.
     cache_bytes: Annotated[dict[str, Annotated[float, Le(LARGEST)]], AfterValidator(_with_total)]

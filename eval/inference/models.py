@@ -1,6 +1,7 @@
 """The model under test, as leank.backbone loads it: its config and tokenizer without weights, and the weights."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, PreTra
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from leank import backbone
+from leank.data_gen.chat import set_arguments
 from leank.files import folder_digest
 from leank.shipped import NAMED
 
@@ -18,6 +20,7 @@ class ModelConfig(backbone.ModelConfig):
     """Settings of the model: those of training, and where it runs."""
 
     device: str = "auto"  # a device of torch; "auto" is a GPU where there is one
+    chat_arguments: Mapping[str, object] = field(default_factory=dict)  # of the chat template: {enable_thinking: false}
 
     @property
     def label(self) -> str:
@@ -45,12 +48,20 @@ class ModelConfig(backbone.ModelConfig):
         """What the answers depend on, as JSON; a folder counts by what is in it, not by where it is."""
         dtype = str(self.torch_dtype).removeprefix("torch.")
         named = {"name": self.label, "dtype": dtype, "chat": self.chat, "overrides": dict(self.overrides)}
+        if self.chat_arguments:
+            named["chat_arguments"] = dict(self.chat_arguments)
         return {**named, **self._contents}
 
 
 def load_config(settings: ModelConfig) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Return the model's config and tokenizer, without weights. Raises FileNotFoundError, or ValueError if damaged."""
-    return backbone.load_config(settings.name, dict(settings.overrides)), backbone.load_tokenizer(settings.name)
+    """Return the model's config and tokenizer, whose chat template has the settings' arguments, without weights.
+
+    Raises FileNotFoundError, or ValueError if something is damaged or the template has no such arguments.
+    """
+    config = backbone.load_config(settings.name, dict(settings.overrides))
+    tokenizer = backbone.load_tokenizer(settings.name)
+    set_arguments(tokenizer, settings.chat_arguments)
+    return config, tokenizer
 
 
 def load_model(settings: ModelConfig) -> PreTrainedModel:

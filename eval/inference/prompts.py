@@ -13,6 +13,7 @@ from leank.data_gen.chat import rendered
 from leank.eval.benchmarks.base import Row
 
 MARK = "the reply stands here"
+THOUGHT = ("<think>", "</think>")  # what begins and ends a thought
 SPECIALS = ("text", "as_is")
 Span = tuple[int, int]
 log = logging.getLogger("eval")
@@ -25,6 +26,23 @@ class Prompt:
     ids: list[int]  # every token up to the reply
     question: int  # index of the first token that belongs to the question
     specials: str | None = None  # how names of special tokens in the sample's own text were read; None if it has none
+    thinking: bool = False  # whether a thought has begun before the reply
+
+
+def thinks(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether replies may have thoughts: the vocabulary has their end as a token."""
+    return THOUGHT[1] in tokenizer.get_vocab()
+
+
+def without_thoughts(reply: str, thinking: bool) -> str | None:
+    """Return what follows the last thought of a reply, None if it ends inside one.
+
+    thinking: whether a thought has begun before the reply
+    """
+    begin, end = THOUGHT
+    rest = reply.rpartition(end)[2]
+    inside = begin in rest or (thinking and end not in reply)
+    return None if inside else rest
 
 
 def uses_chat(tokenizer: PreTrainedTokenizerBase, row: Row, chat: bool | None) -> bool:
@@ -66,7 +84,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, row: Row, chat: bool | None = Non
         pairs = pairs[:-1]
     end = inside + len(row.context)
     starts = [i for i, (_, (first, last)) in enumerate(pairs) if last > first and first >= end]
-    return Prompt([token for token, _ in pairs], starts[0] if starts else len(pairs) - 1, how)
+    header = text[inside + len(row.prompt.rstrip()) :] + row.answer_prefix
+    thinking = without_thoughts(header, False) is None
+    return Prompt([token for token, _ in pairs], starts[0] if starts else len(pairs) - 1, how, thinking)
 
 
 def _pairs(tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> list[tuple[int, Span]]:
@@ -205,7 +225,7 @@ def encode_turns(
         if not chatting and tokenizer.eos_token_id is not None:
             new.append(tokenizer.eos_token_id)
         new += _ids(tokenizer, text + row.answer_prefix)
-        prompts.append(Prompt([*held, *new], len(held), first.specials))
+        prompts.append(Prompt([*held, *new], len(held), first.specials, first.thinking))
     return prompts
 
 

@@ -13,7 +13,8 @@ Variant = tuple[str, str]  # a method's label, and the digest of its settings
 SAMPLE = ["cell", "length", "task", "sample", "seed"]  # columns that tell a sample from every other of its run
 REPLY = [*SAMPLE, "reply"]  # and a reply from every other
 SECONDS = ("prefill", "seal", "first_token", "per_token")
-FIGURES = ("length", "allocated_bytes", "middle_bytes", *SECONDS, "tokens_compared", "kl", "top1", "loss", "dense_loss")
+FIGURES = ("length", "allocated_bytes", "middle_bytes", *SECONDS, "tokens_compared", "kl", "top1", "loss", "dense_loss",
+           "new_tokens", "cut", "in_thought", "repeated")  # fmt: skip
 MIDDLE, ENDS = ("middle_k", "middle_v", "extra"), ("sink", "window", "other")  # parts of a cache's bytes
 MARKED = ("not_compressed", "dense_only", "non_finite", "not_selected")  # samples whose score says less than it seems
 COPIED = ("task", "sample", "seed", "metric", "prediction", "answers", "length", "prompt_tokens")
@@ -140,6 +141,10 @@ def _line(row: ResultRow, method: str) -> dict[str, Any]:
         "reply": row.get("reply", 0),
         "stated": row.get("stated"),
         "votes": "stated" in row,
+        "new_tokens": row["new_tokens"],
+        "cut": 100.0 * (row["cut"] is not None) if "cut" in row else None,
+        "in_thought": 100.0 * (row["cut"] == "thought") if "cut" in row else None,
+        "repeated": 100 * row["repeated"] if "repeated" in row else None,
         "score": 100 * row["score"],
         "cache_bytes": row["cache_bytes"]["total"],
         "allocated_bytes": row["cache_bytes"].get("allocated"),

@@ -12,9 +12,10 @@ differ in the method alone:
     cells, by_length, overall       figures of each method by task and length, by length, and of all
     differences         each method that is asked for, or has a learned mask, minus every other
     by_op, by_depth, by_turn        scores by op (GSM-Infinite), by depth (needle) and by turn (conversations)
+    replies             length, cut and repetition of each method's replies
     sampled             pass@k and majority vote of each method (`eval.report.sampled`); empty where replies are greedy
 
-The last eight are lists of records, which pandas reads as tables. Scores, shares and their differences are in points, 0
+The last nine are lists of records, which pandas reads as tables. Scores, shares and their differences are in points, 0
 to 100, and tasks and lengths count alike in a mean. NAME_low and NAME_high are the 95% interval of NAME. A figure is
 None where no row has it. Where a sample has several replies, its figures are their means (avg@k), so that intervals and
 differences are over samples, and it has a mark where any reply has it. Records of figures have
@@ -124,6 +125,7 @@ def _run(rows: Sequence[ResultRow], columns: Sequence[str]) -> Run:
         "by_op": _by_op(table),
         "by_depth": _by_depth(table),
         "by_turn": _by_turn(table, means),
+        "replies": _replies(table, dense, means),
         "sampled": _sampled(replies, dense, means),
     }
     means.draw()
@@ -237,6 +239,21 @@ def _by_turn(table: pd.DataFrame, means: Means) -> list[Record]:
     for record, part in _groups(rows, ["mode", "length", "method", "turn"]):
         record["n"] = len(part)
         means.add(record, "score", strata(part, "score"))
+        out.append(record)
+    return out
+
+
+def _replies(table: pd.DataFrame, dense: str | None, means: Means) -> list[Record]:
+    """Tokens of a reply, and minus dense's; % of replies that are cut, and in a thought; % of 4-grams repeated."""
+    base = table.loc[table["method"] == dense, [*SAMPLE, "new_tokens"]]
+    out = []
+    for record, part in _groups(table[table["cut"].notna()], ["method"]):
+        record["n"] = len(part)
+        for name in ("new_tokens", "cut", "in_thought", "repeated"):
+            means.add(record, name, strata(part, name))
+        both = part.merge(base, on=SAMPLE, how="left", suffixes=("", "_dense"))
+        more = both.assign(more=both["new_tokens"] - both["new_tokens_dense"])
+        means.add(record, "new_tokens_difference", strata(more, "more") if record["method"] != dense else [])
         out.append(record)
     return out
 

@@ -191,6 +191,22 @@ def overall(run: Run) -> Table:
     return Table.of("Overall", head, lines, " ".join([note, *_lacking(run), *remarks(run["overall"])]), shades)
 
 
+def replies(run: Run) -> Table | None:
+    """Make a table of the length of replies, of those cut off, and of repetition; None where all are of one length."""
+    found = run["replies"]
+    if len({record["new_tokens"] for record in found} | {r["new_tokens_high"] for r in found}) < 2:
+        return None
+    names = {"new_tokens": "tokens", "new_tokens_difference": "minus dense", "cut": "cut, %",
+             "in_thought": "in a thought, %", "repeated": "repeated 4-grams, %"}  # fmt: skip
+    there = [name for name in names if any(record[name] for record in found)]
+    lines = [[record["method"], str(record["n"]), *(with_interval(record, name) for name in there)] for record in found]
+    note = (
+        "Cut: the limit of tokens ended the reply, or it ends inside a thought. Repeated: share of the 4-grams of a"
+        " reply that it has had before (seq-rep-4). 95% bootstrap intervals over samples; differences are paired."
+    )
+    return Table.of("Replies", ["method", "n", *(names[name] for name in there)], lines, note)
+
+
 def sampled(run: Run) -> Table | None:
     """Make a table of pass@k and majority vote by method; None where replies are greedy or one a sample."""
     if not run["sampled"]:
@@ -401,16 +417,9 @@ def tables(run: Run) -> list[Table]:
     """Make all tables of one run of a summary."""
     lengths = by_length(run)
     alike = lengths is not None and len(run["tasks"]) == 1  # a table of tasks at each length would repeat it
-    found = [
-        overall(run),
-        sampled(run),
-        best_of_sizes(run),
-        from_dense(run),
-        from_dense_by_length(run),
-        differences(run),
-        lengths,
-    ]
+    found = [overall(run), best_of_sizes(run), from_dense(run), from_dense_by_length(run), differences(run), lengths]
     if distances_lead(run):
-        found = [found[3], found[4], found[2], found[0], *found[5:]]
+        found = [found[2], found[3], found[1], found[0], *found[4:]]
+    found[1:1] = [sampled(run), replies(run)]
     found += [*turns(run), *gsm(run), *([] if alike else [by_task(run, n) for n in run["lengths"]])]
     return [table for table in found if table is not None]

@@ -30,7 +30,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from leank.errors import naming
 from leank.eval.benchmarks.base import Benchmark, Cell, benchmarks
 from leank.eval.inference.models import ModelConfig, load_config
-from leank.eval.inference.prompts import encode, overhead
+from leank.eval.inference.prompts import encode, overhead, thinks
 from leank.eval.methods import Method, build_method
 from leank.eval.methods.channels.leank import LeanK
 from leank.eval.methods.memory import free_settings, match, share_of_dense
@@ -123,7 +123,7 @@ def build_job(config: Mapping[str, Any]) -> tuple[Job, PreTrainedTokenizerBase]:
     text_config = model_config.get_text_config(decoder=True)
     benchmark.check(text_config, tokenizer, overhead(tokenizer, model.chat), settings.max_new_tokens)
     warn_of_spans(methods)  # once nothing is refused any more, so that a run that is leaves no log
-    job = Job(model, methods, benchmark, settings)
+    job = Job(model, methods, benchmark, settings, thinks=thinks(tokenizer))
     return job if settings.match is None else matched(job, text_config, tokenizer), tokenizer
 
 

@@ -23,7 +23,7 @@ from leank.data_gen.amount import amount
 from leank.errors import out_of_memory
 from leank.eval.benchmarks.base import STATED, Benchmark, Cell, Row, score_row, stated
 from leank.eval.inference.models import ModelConfig
-from leank.eval.inference.prompts import Prompt, encode_turns, overhead
+from leank.eval.inference.prompts import Prompt, encode_turns, overhead, without_thoughts
 from leank.eval.methods import Method
 from leank.eval.rows import Collected, Key, ResultRow, Results, RowSettings
 from leank.eval.run.replay import BETWEEN, Answer, Replay, Settings, Warnings
@@ -81,6 +81,7 @@ class Job:
     settings: Settings
     # the methods of a cell whose settings differ there (eval.run.build.matched); other cells take `methods`
     by_cell: Mapping[Cell, Sequence[Method]] = field(default_factory=dict)
+    thinks: bool = False  # whether thoughts of replies are cut off before scoring (eval.inference.prompts.thinks)
 
     def config(self, method: Method, task: str, specials: str | None = None) -> RowSettings:
         """Return what a method's answers depend on beside length, id and seed; specials: of the sample's Prompt."""
@@ -93,6 +94,8 @@ class Job:
         }
         if self.settings.fidelity:
             found["fidelity"] = self.settings.fidelity
+        if self.thinks:
+            found["thought"] = "cut"
         if self.settings.sampling.temperature:
             found["sampling"] = self.settings.sampling.identity()
         if (data := self.benchmark.data(task)) is not None:
@@ -258,10 +261,11 @@ class Job:
         """Return the row that is stored."""
         seconds = answer.seconds
         question = seconds["seal"] + seconds["question"] if seconds["question"] else 0
+        text = without_thoughts(answer.text, prompt.thinking) if self.thinks else answer.text
         made: ResultRow = {
             "model": key.model, "method": key.method, "config": key.config, "benchmark": key.benchmark,
             "task": key.task, "length": key.length, "sample": key.sample, "seed": key.seed, "compress": key.compress,
-            "score": _score(row, answer),
+            "score": _score(row, answer, text or ""),
             "prediction": answer.text,
             "answers": list(row.answers),
             "metric": row.metric,
@@ -285,10 +289,13 @@ class Job:
                 "per_token": seconds["decode"] / answer.steps if answer.steps else None,
             },
         }  # fmt: skip
+        if not row.read:
+            made["cut"] = "thought" if text is None else "limit" if answer.limited else None
+            made["repeated"] = repeated(answer.tokens)
         if self.settings.sampling.temperature:
             made["reply"] = key.reply
             if row.metric in STATED:
-                made["stated"] = None if answer.non_finite is not None else stated(row, answer.text)
+                made["stated"] = None if answer.non_finite is not None else stated(row, text or "")
         return made
 
 
@@ -297,8 +304,14 @@ def _tokens(row: Row, prompt: Prompt) -> int:
     return prompt.question if row.read else len(prompt.ids)
 
 
-def _score(row: Row, answer: Answer) -> float:
-    """Score a reply, or take the score of a text that was read; 0 where logits were NaN or infinite."""
+def _score(row: Row, answer: Answer, text: str) -> float:
+    """Score a reply's text, or take the score of a text that was read; 0 where logits were NaN or infinite."""
     if answer.non_finite is not None:
         return 0.0
-    return score_row(row, answer.text) if answer.score is None else answer.score
+    return score_row(row, text) if answer.score is None else answer.score
+
+
+def repeated(tokens: Sequence[int]) -> float:
+    """Return the share of 4-grams that stand before in the reply (seq-rep-4 of Welleck et al. 2020); 0 without any."""
+    grams = list(zip(*(tokens[start:] for start in range(4)), strict=False))
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0

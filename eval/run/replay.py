@@ -40,6 +40,7 @@ from leank.typed import BadConfig, Checked, Count, OneOf, Positive
 log = logging.getLogger("eval")
 
 COMPRESS = ("after_question", "before_question")
+MARGIN = 16  # last tokens of a reply in which a stop string is looked for, at least
 BETWEEN = 20.0  # seconds between two lines of progress
 
 
@@ -88,6 +89,7 @@ class Answer:
     text: str
     seconds: dict[str, float]  # prefill, seal (building the cache), question and decode of the whole batch
     steps: int  # decoding steps of the batch
+    limited: bool  # whether nothing but the most tokens of a reply ended it
     batch: int  # samples in the batch
     # bytes held after the prompt, per part; this sample's share of the batch
     bytes: dict[str, float] = field(default_factory=dict)
@@ -411,13 +413,15 @@ class Replay:
             seconds = {
                 "prefill": prefilled, "seal": sealed, "question": question_seconds, "decode": decoded.seconds,
             }  # fmt: skip
-            middle = compression.found(decoded.fed, decoded.cache)
+            middle, stopped = compression.found(decoded.fed, decoded.cache), self.stops(turn.rows)
             found.append([
                 Answer(
                     tokens=tokens,
                     text="" if turn.texts is not None else str(self.tokenizer.decode(tokens, skip_special_tokens=True)),
                     seconds=seconds,
                     steps=decoded.steps,
+                    limited=len(tokens) == turn.most[row] > 0 and decoded.broken[row] is None
+                    and not (stopped is not None and stopped(row, tokens)),
                     batch=batch.rows,
                     bytes=held[row],
                     middle_tokens=middle[row][0] if method.axes else None,
@@ -499,13 +503,25 @@ class Replay:
         return [*self.eos, *(self.tokenizer(text, add_special_tokens=False)["input_ids"][-1] for text in rows[0].ends)]
 
     def stops(self, rows: Sequence[Row]) -> Stopped | None:
-        """Return whether a reply has reached a stop string, as a function of its row and tokens; None without any."""
+        """Return whether a reply has reached a stop string, as a function of its row and tokens; None without any.
+
+        To be asked after every token: it reads the text's end alone, and the whole text where the end has the string.
+        """
         if not any(row.stop for row in rows):
             return None
 
+        def text(tokens: list[int]) -> str:
+            return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
         def stopped(row: int, tokens: list[int]) -> bool:
-            text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-            return bool(rows[row].stop) and cut_at_stop(text, rows[row].stop) != text
+            stop = rows[row].stop
+            # the characters in which a stop string that the last token ends may begin, and as many again
+            wanted = 2 * (max(map(len, stop), default=0) + len(text(tokens[-1:])))
+            last = MARGIN
+            while last < len(tokens) and len(text(tokens[-last:])) < wanted:
+                last *= 2
+            found = (text(some) for some in (tokens[-last:], tokens))
+            return all(cut_at_stop(one, stop) != one for one in found)
 
         return stopped
 

@@ -1,5 +1,6 @@
-"""Several sampled replies a sample: repeatable row by row, and reported by sample."""
+"""Replies: several a sample, repeatable row by row and reported by sample; thoughts, limits and stop strings."""
 
+import copy
 import dataclasses
 import json
 from itertools import combinations
@@ -11,20 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
+from leank.data_gen.chat import set_arguments
 from leank.eval.inference.models import ModelConfig
 from leank.eval.inference.prefill import extend
-from leank.eval.inference.prompts import Prompt
+from leank.eval.inference.prompts import Prompt, encode, overhead, without_thoughts
 from leank.eval.inference.sampling import Sampling, probabilities, uniforms
 from leank.eval.methods import Method
 from leank.eval.report import summarise, write_diff, write_report
 from leank.eval.report.sampled import majority, pass_at
+from leank.eval.report.tables import tables
 from leank.eval.rows import Collected, Results, read
-from leank.eval.run.job import Job
+from leank.eval.run.job import Job, repeated
 from leank.eval.run.replay import Replay, Settings
 from leank.stats import interval
 from tests.helpers.cache_oracle import tiny_model
 from tests.helpers.replay_tools import Letters, Two, methods, prompts, rows
 from tests.helpers.report_rows import row, stored
+from tests.helpers.text_tokenizers import KINDS, tokenizer
 
 HOT = Sampling(temperature=1.0, top_p=0.95, top_k=30, replies=3, seed=5)
 TIMES = ("seconds", "batch", "cache_bytes")
@@ -218,3 +222,138 @@ def test_samples_that_lack_replies_have_no_votes():
     (run,) = summarise(made)["runs"]
     assert [record["n"] for record in run["sampled"]] == [5, 5]
     assert [record["n"] for record in run["overall"]] == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("reply", "thinking", "left"),
+    [
+        ("7", False, "7"),
+        ("<think>a</think> 7", False, " 7"),
+        ("a</think> 7", True, " 7"),
+        ("a</think> 7", False, " 7"),
+        ("<think>a</think> 7 <think>b</think> 8", False, " 8"),
+        ("<think>a", False, None),
+        ("a 7", True, None),
+        ("<think>a</think> 7 <think>b", False, None),
+        ("", True, None),
+        ("", False, ""),
+    ],
+)
+def test_what_follows_the_last_thought_is_left(reply, thinking, left):
+    assert without_thoughts(reply, thinking) == left
+
+
+class Thinking(Words):
+    """Every reply is a thought that never ends, and holds the answer."""
+
+    def decode(self, ids, **options):
+        return "<think> x"
+
+
+def test_a_thought_that_never_ends_scores_nothing_and_is_marked():
+    for thinks, score, cut in ((True, 0.0, "thought"), (False, 1.0, "limit")):
+        found = Collected()
+        dataclasses.replace(job(Sampling()), thinks=thinks).run(found, tiny_model("llama"), Thinking())
+        assert {(one["score"], one["cut"], one["prediction"]) for one in found.rows} == {(score, cut, "<think> x")}
+        assert ("thought" in found.rows[0]["settings"]) == thinks
+
+
+def test_a_reply_that_ends_by_itself_is_not_cut():
+    model, ids = tiny_model("llama"), prompts([40])
+    ((_, (free,)),) = Replay(model, Letters(), Settings()).answers(
+        [Prompt(ids[0], 37)], rows(1), [Method("dense")]
+    )  # fmt: skip
+    assert free.limited
+    for stop in ((f" {free.tokens[3]} ",), (f" {free.tokens[-1]}",)):
+        ((_, (answer,)),) = Replay(model, Letters(), Settings()).answers(
+            [Prompt(ids[0], 37)], rows(1, stop=stop), [Method("dense")]
+        )
+        assert not answer.limited
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 3), max_size=30))
+def test_repeated_4_grams_are_those_that_stand_before(tokens):
+    grams = [tokens[at : at + 4] for at in range(len(tokens) - 3)]
+    again = sum(gram in grams[:at] for at, gram in enumerate(grams))
+    assert repeated(tokens) == pytest.approx(again / len(grams) if grams else 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_stop_strings_are_found_where_the_whole_text_has_them(kind, data):
+    """After each token, the end of the text says what the whole text says."""
+    words = tokenizer(kind)
+    engine = Replay(tiny_model("llama"), words, Settings())
+    ids = words("The river runs\n\nthrough the old town. 12 日本 " * 3, add_special_tokens=False)["input_ids"]
+    special = words.all_special_ids[:1]
+    ids = data.draw(st.lists(st.sampled_from([*ids, *special]) | st.sampled_from(special or ids), max_size=60))
+    text = words.decode(ids, skip_special_tokens=True)
+    at = data.draw(st.integers(0, max(0, len(text) - 1)))
+    stop = tuple(filter(None, (text[at : at + data.draw(st.integers(1, 12))], "zzz")))
+    stopped = engine.stops(rows(1, stop=stop))
+    for end in range(1, len(ids) + 1):
+        whole = words.decode(ids[:end], skip_special_tokens=True)
+        assert stopped(0, ids[:end]) == any(one in whole for one in stop)
+        if stopped(0, ids[:end]):
+            break
+
+
+def test_lengths_and_cuts_of_replies_stand_in_a_table(tmp_path):
+    draw = np.random.default_rng(0)
+    made = [
+        row(name, sample, 1.0, new_tokens=int(draw.integers(10, 90)), repeated=0.25,
+            cut=[None, "limit", "thought"][sample % 3])
+        for name in ("dense", "leank") for sample in range(6)
+    ]  # fmt: skip
+    (run,) = summarise(made)["runs"]
+    of = {name: np.array([r["new_tokens"] for r in made if r["method"] == name]) for name in ("dense", "leank")}
+    two = run["replies"][1]
+    assert two["new_tokens_difference"] == pytest.approx((of["leank"] - of["dense"]).mean())
+    assert (two["cut"], two["in_thought"], two["repeated"]) == pytest.approx((200 / 3, 100 / 3, 25))
+    write_report(stored(tmp_path, made))
+    assert "## Replies" in (tmp_path / "summary.md").read_text()
+    alike = [{**one, "new_tokens": 5} for one in made]
+    assert not any(table.title == "Replies" for table in tables(summarise(alike)["runs"][0]))
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}<|assistant|>\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
+    "{{ name if name is defined else '' }}"
+)
+
+
+def test_arguments_reach_every_text_of_the_template():
+    plain, given = copy.deepcopy(tokenizer("sentencepiece")), copy.deepcopy(tokenizer("sentencepiece"))
+    plain.chat_template = given.chat_template = TEMPLATE
+    asked = {"enable_thinking": False, "name": 'a "b" \\ é日'}
+    set_arguments(given, asked)
+    one = rows(1)[0]
+    text = plain.apply_chat_template(one.messages(), tokenize=False, add_generation_prompt=True, **asked)
+    assert given.apply_chat_template(one.messages(), tokenize=False, add_generation_prompt=True) == text
+    assert encode(given, one).ids == plain(text, add_special_tokens=False)["input_ids"]
+    assert (encode(plain, one).thinking, encode(given, one).thinking) == (True, False)
+    assert overhead(given) > overhead(plain)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"enable_thinkin": False}, "model.chat_arguments.enable_thinkin=False: the chat template reads no such name"),
+        ({"name": [1]}, r"model.chat_arguments.name=\[1\] must be true, false, null, a number or a text"),
+    ],
+)
+def test_arguments_that_the_template_does_not_read_are_refused(asked, message):
+    words = copy.deepcopy(tokenizer("sentencepiece"))
+    words.chat_template = TEMPLATE
+    with pytest.raises(ValueError, match=message):
+        set_arguments(words, asked)
+    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+        set_arguments(tokenizer("gpt4"), asked)
+
+
+def test_arguments_are_part_of_a_model_and_only_if_there_are_any():
+    assert "chat_arguments" not in ModelConfig().identity()
+    assert ModelConfig(chat_arguments={"a": 1}).identity()["chat_arguments"] == {"a": 1}
