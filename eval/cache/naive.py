@@ -14,8 +14,8 @@
         out = head.attend(q, scaling)
         head.flush()                    # and evict
 
-Nothing here is fast, and nothing of the cache uses it. Tests hold the backends to it: what they store in pages and
-rings and read by kernels gives the same outputs. G: query heads of the KV head; D: head_dim; n: tokens.
+Nothing here is fast, and nothing of the cache uses it. Tests compare every backend with it: pages, rings and kernels
+must give the same outputs as these loops. G: query heads of the KV head; D: head_dim; n: tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from leank.precision import GROUP, WHOLE, value_group
 
 
 class Rules(NamedTuple):
-    """What a method has chosen for this head; the axes in brackets.
+    """What a method has chosen for this head. A word in brackets is the axis of the method that sets the field.
 
     sink, window, flush: tokens
     channels: bool [D], kept channels of the middle's K; a head without any has no middle, neither K nor V (channels)
@@ -133,8 +133,8 @@ class Head:
             )
         weight = weights(torch.stack(logits, -1) * scaling, seen, softcap, sink_logits)  # [G, n]
         out, all_values = torch.zeros_like(q), torch.ones_like(keep)
-        pruned = all_values if rules.values is None else rules.values
-        for part, values in ((self.sink, all_values), (self.middle, pruned), (self.window, all_values)):
+        kept_values = all_values if rules.values is None else rules.values
+        for part, values in ((self.sink, all_values), (self.middle, kept_values), (self.window, all_values)):
             for token in part:
                 received, weight = weight[:, 0], weight[:, 1:]
                 out[:, values] += received[:, None] * token.v

@@ -2,9 +2,9 @@
 
 A *part* is the sink, the prompt's middle, the decoded middle or the window of one row and KV head. Parts follow each
 other row by row, head by head. The line of all their costs is cut into equal spans at tile boundaries, one span per
-program. Costs are counted in bytes. A tile costs more than its bytes, because a program has a number of tiles on its
-way. A *split* is what a program reads of one part. The splits that a program reads of one (row, head) form one partial
-result. The last program to finish a (row, head) merges its partial results.
+program. Costs are counted in bytes. A tile also costs `TILE_BYTES`, however small it is: a program loads a fixed number
+of tiles ahead, not of bytes. A *split* is what a program reads of one part. The splits that a program reads of one
+(row, head) form one partial result. The last program to finish a (row, head) merges its partial results.
 
 The kernels' constants are made of these columns: `kernels.columns` for Triton, `codes.constants` for CUDA.
 """
@@ -32,8 +32,8 @@ class Part(IntEnum):
     HEAD = 2  # KV head
     TOKENS = 3  # in sink and window, slots
     COST = 4  # of PAGE tokens, in bytes
-    K_START = 5  # first element of the part's K, counted from the ring's first
-    V_START = 6  # first element of the part's V, counted from the ring's first
+    K_START = 5  # first element of the part's K, counted from the first of the ring's K; bytes where it holds codes
+    V_START = 6  # the same of V
     CHANNELS = 7  # kept channels of K
     WIDTH = 8  # kept channels of V
     # of a middle in bits: channels of K in 16, 8 and 4 bits, those in 3 and 2, those of them in 3, and the bits of V

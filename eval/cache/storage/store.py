@@ -2,8 +2,8 @@
 
 A row's real tokens are numbered 0, 1, ... whatever its padding. The first `sink` tokens stay in the sink. The last ones
 are in the window, a ring in which token i has slot i mod slots. The tokens between are in the middle. The window holds
-`window` tokens after the prompt and up to `window + flush` while decoding; when it holds that many, its oldest `flush`
-tokens move to the middle. `Sizes.grid` says where the middle may end.
+`window` tokens after the prompt and up to `window + flush` while decoding, more while several tokens come at once; when
+it holds that many, its oldest `flush` tokens move to the middle. `Sizes.grid` says where the middle may end.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Store:
     floor: [B] on the host, the length below which `crop` cannot go
     seen_dev, start_dev: [B] int64, seen and start on the device
     sink_k, sink_v, ring_k, ring_v: [B, H, sink or slots, D]; the ring holds the window
-    prompt, tail: the two parts of the middle: what the prompt left, in exactly the room that it needs, and what
-        decoding adds; where tokens are evicted while decoding and every head takes new ones, the tail holds both,
-        and its length is read on the device
+    prompt, tail: the two segments of the middle. The prompt's tokens are in `prompt`, without spare room; decoded ones
+        are in `tail`, which grows. If the layer evicts and every head joins, `prompt` is empty and `tail` holds both,
+        because kernels read only the tail's length on the device
     channels, values: kept channels of the middle's K and V; values None = all
     center: float32 [H, 1, D], `Middle.center`, what every key loses as it enters; None = nothing
     quiet: lower bound on the tokens that can arrive before the next flush moves any

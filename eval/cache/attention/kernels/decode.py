@@ -57,8 +57,8 @@ class Form(NamedTuple):
     GROUP: int
     D: int
     TILE: int  # tokens of a tile
-    M: int  # M, ROWS: rows of a tile, and the first of them that may hold a query; a power of two each
-    ROWS: int
+    M: int  # rows of a tile, a power of two
+    ROWS: int  # how many of them, from the first on, can hold a query; a power of two
     MERGE_LINES: int  # partial results that a merge asks for at a time
     EVEN: bool  # whether every count of channels is a multiple of 32, so that the main loop needs no masks
     PAGE: int  # tokens of a page of the middle
@@ -248,7 +248,8 @@ def _finish(
 ):
     """Leave partial result `number` of a (row, head) that has `partials`; the last to do so merges them into out.
 
-    The only partial result of a (row, head) is its result. partial, stat: of the program's chunk of queries
+    If a (row, head) has one partial result, it goes to `out` at once, without a ticket.
+    partial, stat: of the program's chunk of queries
     """
     P: tl.constexpr = acc.shape[1]
     chunk, r, d = tl.program_id(1), tl.arange(0, F.M), tl.arange(0, P)
