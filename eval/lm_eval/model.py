@@ -69,6 +69,11 @@ class CompressedLM(TemplateLM):
             )
         if self.settings.fidelity:
             raise ValueError(f"fidelity={self.settings.fidelity} is not in lm_eval's results; use python -m leank.eval")
+        if self.settings.sampling.temperature:
+            raise ValueError(
+                f"sampling.temperature={self.settings.sampling.temperature} is not taken by lm_eval's model, whose "
+                "replies are greedy; use python -m leank.eval"
+            )
         methods = build_methods(config, model_config, self.tokenizer)
         if len(methods) != 1:
             raise ValueError(f"method={method} stands for {len(methods)} methods, and lm_eval takes one at a time")

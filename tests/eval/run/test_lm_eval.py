@@ -46,6 +46,11 @@ def test_a_name_that_stands_for_several_methods_is_refused():
         CompressedLM("dense,think")
 
 
+def test_sampling_is_refused():
+    with pytest.raises(ValueError, match=r"sampling.temperature=0.6 is not taken by lm_eval's model.*leank.eval$"):
+        CompressedLM(**{"sampling.temperature": 0.6})
+
+
 def test_dense_scores_are_those_of_one_forward_pass(models):
     lm = models["dense"]
     found = lm.loglikelihood([request(TEXT, choice) for choice in CHOICES])
