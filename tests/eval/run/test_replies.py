@@ -357,3 +357,17 @@ def test_arguments_that_the_template_does_not_read_are_refused(asked, message):
 def test_arguments_are_part_of_a_model_and_only_if_there_are_any():
     assert "chat_arguments" not in ModelConfig().identity()
     assert ModelConfig(chat_arguments={"a": 1}).identity()["chat_arguments"] == {"a": 1}
+
+
+def test_distance_from_dense_is_that_of_the_greedy_reply_and_stands_in_the_first_row():
+    ids = prompts([40, 29])
+    made = [Prompt(one, len(one) - 3) for one in ids]
+
+    def found(sampling):
+        engine = Replay(tiny_model("llama"), Letters(), Settings(sampling=sampling, fidelity=4))
+        return {m.label: [a.fidelity for a in some] for m, some in engine.answers(made, rows(2), methods()[:2])}
+
+    greedy, drawn = found(Sampling()), found(HOT)
+    for name, some in drawn.items():
+        assert some[:: HOT.replies] == greedy[name]
+        assert some[1 : HOT.replies] == [None, None]
