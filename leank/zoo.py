@@ -11,7 +11,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from leank.shipped import ASSETS, matching
+from leank.shipped import ASSETS, located, matching
 
 LAYOUTS = {  # by the model's name here: its name on the hub, and the files of its layouts
     "qwen2.5-coder-1.5b": ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "qwen15/bits/*pct_seed2.safetensors"),
@@ -25,8 +25,8 @@ def names() -> dict[str, Path]:
     found: dict[str, Path] = {}
     for model, (_, pattern) in LAYOUTS.items():
         shares = {}
-        for path in map(Path, matching(f"{ASSETS}/masks/{pattern}")):
-            shares[re.sub("_.*", "", path.stem)] = path.resolve()
+        for file in matching(f"{ASSETS}/masks/{pattern}"):
+            shares[re.sub("_.*", "", Path(file).stem)] = Path(located(file)).resolve()
         found.update((f"{model}-{share}", shares[share]) for share in sorted(shares, key=lambda s: float(s[:-3])))
     return found
 

@@ -18,6 +18,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from leank import backbone
 from leank.data_gen import haystack
@@ -31,6 +32,7 @@ OUTLIER = 10.0  # times the median channel of its layer
 PROBED = 512  # tokens of the text
 BIAS = re.compile(r"(?:^|\.)layers\.(\d+)\.\w+\.(k_proj|qkv_proj)\.bias$")
 NORM = re.compile(r"(?:^|\.)layers\.(\d+)\.\w+\.k_(?:layer)?norm\.(weight|bias)$")
+TOWER = re.compile("vision|visual|audio")  # beside the decoder
 ONE_MORE = re.compile("gemma|qwen3_next|qwen3_5")  # model types whose norms multiply by 1 + w
 
 
@@ -67,7 +69,12 @@ class KeySizes:
             return "saturates"
         if self.peak > COARSE:
             return "coarse"
-        return "safe" if self.read or (self.bound is not None and self.bound <= E4M3) else "unknown"
+        return "safe" if self.read or self.bounded else "unknown"
+
+    @property
+    def bounded(self) -> bool:
+        """Whether no key can be beyond FP8's largest number."""
+        return self.bound is not None and self.bound <= E4M3
 
     def said(self) -> list[str]:
         """Return a line for the keys, and one for FP8."""
@@ -82,7 +89,7 @@ class KeySizes:
         fp8 = {
             "saturates": f"no: keys beyond its largest number, 448, saturate at scale 1; {cure}",
             "coarse": f"no: at such sizes its numbers lie 16 or more apart, whatever the scale; {cure}",
-            "safe": "holds these keys at scale 1" + ("" if self.bound else "; longer texts may have larger ones"),
+            "safe": "holds these keys at scale 1" + ("" if self.bounded else "; longer texts may have larger ones"),
             "unknown": "not known: weights alone do not bound these keys; --probe reads those of one short text",
         }
         return [f"keys        {found}{bound} ({self.source})", f"FP8         {fp8[self.fp8]}"]
@@ -95,7 +102,7 @@ def of_files(name: str, config: PreTrainedConfig) -> KeySizes:
     """
     shape = kv_shape(config)
     largest, bounds = torch.zeros(shape.layers, shape.kv_heads * shape.head_dim), dict[int, float]()
-    files = _files(name)
+    files, scaling = _files(name), _attention_scaling(config)
     if not files:
         return KeySizes(largest, None, "its weights are not here")
     biases, norms = dict[int, Tensor](), dict[tuple[int, str], Tensor]()
@@ -103,6 +110,8 @@ def of_files(name: str, config: PreTrainedConfig) -> KeySizes:
         try:
             with safe_open(file, "pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118
+                    if TOWER.search(key):
+                        continue
                     if (found := BIAS.search(key)) and (bias := _of_keys(tensors.get_tensor(key), config)) is not None:
                         biases[int(found[1])] = bias
                     elif found := NORM.search(key):
@@ -113,13 +122,22 @@ def of_files(name: str, config: PreTrainedConfig) -> KeySizes:
         if part == "weight" and layer < shape.layers:
             weight = weight + 1 if ONE_MORE.match(config.model_type) else weight
             shift = norms.get((layer, "bias"), torch.zeros(1))
-            bounds[layer] = math.sqrt(weight.numel()) * float(weight.abs().max()) + float(shift.abs().max())
+            # RoPE turns pairs, whose shifts add up
+            most = math.sqrt(weight.numel()) * float(weight.abs().max()) + math.sqrt(2) * float(shift.abs().max())
+            bounds[layer] = scaling * most
     for layer, bias in biases.items():
         if layer < shape.layers and layer not in bounds:  # a norm takes the bias's size away
-            largest[layer] = _turned(bias, config, layer, shape)
+            largest[layer] = scaling * _turned(bias, config, layer, shape)
     parts = [what for what, there in (("biases", biases), ("norms", bounds)) if there]
     source = f"from K's {' and '.join(parts)}" if parts else "K has no biases and no norms"
     return KeySizes(largest, max(bounds.values()) if len(bounds) == shape.layers else None, source)
+
+
+def _attention_scaling(config: PreTrainedConfig) -> float:
+    """Return by what RoPE multiplies keys, the largest over layer types; YaRN does so."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    yarn = any(one.get("rope_type") == "yarn" for one in (ropes, *ropes.values()) if isinstance(one, dict))
+    return float(ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]) if yarn else 1.0
 
 
 def of_text(name: str) -> KeySizes:

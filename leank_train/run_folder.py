@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from leank.backbone import Backbone
+from leank.data_gen import source_code
 from leank.data_gen.haystack import known_by
 from leank.data_gen.reading import digest, read_bytes
 from leank.files import Lock, folder_digest, remove_partial, write_json, write_text
@@ -88,6 +89,7 @@ def inputs(config: RunConfig, processes: int) -> dict[str, object]:
         "tasks": [name for name, share in data.tasks.items() if share],
         "essays": known_by(data.essays),
         "text": known_by(data.text),
+        "code": digest("\n".join(source_code.modules(None, "all"))) if data.tasks.get("code") else None,
         "prompts": None if data.prompts is None else digest(read_bytes(Path(data.prompts))),
         "model": folder_digest(Path(model)) if model not in NAMED and os.path.isdir(model) else None,
         "documents_per_step": data.documents * processes // config.trainer.sequence_parallel,

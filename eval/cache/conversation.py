@@ -223,9 +223,11 @@ def _before_pass(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         return
     coming = kwargs.get("inputs_embeds") if ids is None else ids
     limit = scaled_positions(decoder.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
-    # a reply may go on past them, of which transformers warns
-    if limit is not None and coming is not None and coming.shape[1] > 1 and cache.held + coming.shape[1] > limit:
-        said = f"{amount(coming.shape[1], 'token')}" + (f" after the {cache.held} that are held" if cache.held else "")
+    new = 0 if limit is None or coming is None else coming.shape[1]
+    # a reply may go on past them, of which transformers warns, and so may a draft of it
+    drafted = cache.held and any(getattr(layer, "record_past", False) for layer in cache.layers)
+    if new > 1 and cache.held + new > limit and not drafted:
+        said = f"{amount(new, 'token')}" + (f" after the {cache.held} that are held" if cache.held else "")
         raise ValueError(
             f"{said}: more than the model's max_position_embeddings={limit}; shorten the prompt, or extend the model's "
             "RoPE (rope_parameters) before it is loaded"

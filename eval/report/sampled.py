@@ -75,6 +75,7 @@ def votes(table: pd.DataFrame) -> pd.DataFrame:
             scores = part["score"].tolist()
             line = dict(zip(["method", *SAMPLE], key, strict=True))
             line |= {f"pass_{k}": pass_at(scores, k) for k in sizes(replies)}
-            line["majority"] = majority(part["stated"].tolist(), scores) if part["votes"].all() else np.nan
+            stated = [None if pd.isna(answer) else answer for answer in part["stated"]]  # a column has NaN for None
+            line["majority"] = majority(stated, scores) if part["votes"].all() else np.nan
             lines.append(line)
     return pd.DataFrame(lines)

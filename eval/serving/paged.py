@@ -324,13 +324,12 @@ class DeviceStep:
         """Store the step's K and V, and write its attention to `out`, which is contiguous; see `attention.attend`."""
         tokens, first = len(self.slots[0]), self.decodes
         paged.store(pages, layer, k[:tokens], v[:tokens], self)
+        for step in self.others:  # their pages of codes, before anything reads: requests of one step may share pages
+            attention.write(step, layer, pages, k, v)
         if first:
             kept, rest = (table[:first] for table in self.tables)
             paged.attend(pages, layer, q[:first], self.lengths[:first], kept, rest, scaling, out[:first])
         for batch in self.batches:
             paged.prefill(pages, layer, q, k, v, batch, *self.tables, scaling, out)
         for step in self.others:
-            attention.write(
-                step, layer, pages, k, v
-            )  # their pages of codes, which are not packed with those of batches
             attention.attend(step, layer, pages, q, k, v, scaling, out)

@@ -26,6 +26,16 @@ def test_names_are_ordered_by_size_and_listed(capsys):
     assert all(name in printed for name in zoo.names())
 
 
+def test_names_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    zoo.names.cache_clear()
+    try:
+        assert zoo.names()
+        assert all(path.is_file() for path in zoo.names().values())
+    finally:
+        zoo.names.cache_clear()
+
+
 def test_a_file_stands_before_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = next(iter(zoo.names()))

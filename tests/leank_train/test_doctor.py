@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import re
 import shlex
 from dataclasses import replace
@@ -279,6 +280,25 @@ def test_planted_biases_are_found_without_the_model(tmp_path, monkeypatch, biase
     text = doctor.examine(name, (400,), (1,))
     assert ("FP8, not safe here" in text) == (fp8 in ("saturates", "coarse"))
     assert re.search(r"^FP8 +no" if fp8 != "unknown" else r"^FP8 +not known", text, re.MULTILINE)
+
+
+def test_yarn_stretches_keys_and_a_tower_beside_the_decoder_has_none(tmp_path):
+    name = planted(tmp_path, {(1, 0): 300.0})
+    tensors = load_file(tmp_path / "model.safetensors")
+    bias = tensors["model.layers.0.self_attn.k_proj.bias"]
+    tensors["vision_tower.encoder.layers.0.self_attn.k_proj.bias"] = torch.full_like(bias, 900.0)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = load_config(name)
+    assert of_files(name, config).peak == 300
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 1e4}
+    config.rope_parameters = rope
+    assert of_files(name, config).peak == pytest.approx(300 * (0.1 * math.log(4) + 1))
+
+
+def test_a_text_says_nothing_of_longer_ones_where_no_bound_does():
+    zero = torch.zeros(1, 4)
+    for bound, more in ((None, True), (700.0, True), (440.0, False)):
+        assert ("longer texts" in KeySizes(zero, bound, "here", read=True).said()[1]) == more
 
 
 def test_the_keys_of_a_text_are_those_that_the_biases_say(tmp_path):

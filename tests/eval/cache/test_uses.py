@@ -482,6 +482,15 @@ def test_a_prompt_beyond_the_positions_is_refused_and_a_reply_is_not():
         model(ids[:, :2], past_key_values=cache)
 
 
+@torch.no_grad()
+def test_a_drafted_reply_may_go_on_beyond_the_positions():
+    model = tiny_model("llama", max_position_embeddings=64)
+    ids, keep = left_padded([56], 12)[0], random_keep(12)
+    plain = model.generate(ids, past_key_values=new_cache(model, keep), max_new_tokens=16, **GREEDY)
+    drafts = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 16, **GREEDY}
+    assert torch.equal(model.generate(ids, past_key_values=new_cache(model, keep), **drafts), plain)
+
+
 @pytest.mark.filterwarnings("ignore:no layer of mistral")
 @pytest.mark.filterwarnings("ignore:a pass of")
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss", "qwen2_sliding"])

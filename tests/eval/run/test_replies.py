@@ -206,6 +206,17 @@ def test_figures_are_over_samples(tmp_path):
     assert (run["sampled"][0]["pass_2_difference"], dense["difference"]) == (None, None)
 
 
+def test_replies_without_an_answer_do_not_vote():
+    made = [
+        row(method, sample, score, reply=reply, stated=stated)
+        for method in ("dense", "leank")
+        for sample in range(3)
+        for reply, (score, stated) in enumerate([(1.0, "7"), (0.0, None), (0.0, None)])
+    ]
+    (run,) = summarise(made)["runs"]
+    assert [record["majority"] for record in run["sampled"]] == [100, 100]
+
+
 def test_reports_and_comparisons_have_tables_of_replies(tmp_path):
     write_report(stored(tmp_path, sampled_rows()))
     text = (tmp_path / "summary.md").read_text()
