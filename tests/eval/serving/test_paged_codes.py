@@ -167,3 +167,19 @@ def test_what_the_kernels_cannot_read_is_refused():
     of = CodedLayout.of(layout((1, HEADS, 32), 1), 64, SINK, WINDOW, DTYPE)
     with pytest.raises(ValueError, match="channels, not 32"):
         CodedAttention(of, DEVICE, 6, 1, 4)
+
+
+def test_all_is_stored_before_anything_is_read(monkeypatch):
+    """Requests of one step may share pages that one of them fills in it."""
+    calls = []
+
+    class Kernels:
+        def __getattr__(self, name):
+            return lambda *given: calls.append(name)
+
+    for name in ("write", "attend"):
+        monkeypatch.setattr(attention, name, lambda *given, name=name: calls.append(f"plain {name}"))
+    table, slots, rows = torch.zeros(3, 1, dtype=torch.int32), torch.zeros(3, dtype=torch.int64), torch.zeros(3, 1, 1)
+    step = DeviceStep(1, table[:, 0], (table, table), (slots, slots), batches=[None], others=[None])
+    step.attend(Kernels(), 0, rows, rows, rows, rows, SCALE, rows)
+    assert calls == ["store", "plain write", "attend", "prefill", "plain attend"]
