@@ -22,11 +22,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from leank import backbone
 from leank.data_gen import haystack
+from leank.eval.methods.bits.fp8 import LARGEST
 from leank.rotary import rotary_pairs
 from leank.shape import DecoderShape, kv_shape
 from leank.shipped import resolve
 
-E4M3 = 448.0  # FP8's largest number
 COARSE = 128.0  # from here on FP8's numbers lie 16 and more apart
 OUTLIER = 10.0  # times the median channel of its layer
 PROBED = 512  # tokens of the text
@@ -65,7 +65,7 @@ class KeySizes:
     @property
     def fp8(self) -> str:
         """Whether FP8 at scale 1 holds the keys: "saturates", "coarse", "safe" or "unknown"."""
-        if self.peak > E4M3:
+        if self.peak > LARGEST:
             return "saturates"
         if self.peak > COARSE:
             return "coarse"
@@ -74,7 +74,7 @@ class KeySizes:
     @property
     def bounded(self) -> bool:
         """Whether no key can be beyond FP8's largest number."""
-        return self.bound is not None and self.bound <= E4M3
+        return self.bound is not None and self.bound <= LARGEST
 
     def said(self) -> list[str]:
         """Return a line for the keys, and one for FP8."""
