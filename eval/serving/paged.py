@@ -124,6 +124,7 @@ class PagedAttention:
         step = DeviceStep(1, length, (kept, rest), (nowhere, nowhere), [batch])
         for layer in range(len(self._layers)):
             self.store(pages, layer, k, k, step)
+            self.schedule(length)
             self.attend(pages, layer, q, length, kept, rest, 1.0)
             self.gather(pages, layer, k, k, batch, kept, rest)
 
@@ -147,6 +148,17 @@ class PagedAttention:
             KEPT_BLOCK=self.layout.kept.block,
             REST_BLOCK=self.layout.rest.block,
         )
+
+    def _refuse(self, batch: int) -> None:
+        """Raise ValueError for more rows than the memory is for."""
+        if batch > self.rows:
+            raise ValueError(f"{batch} rows at once are more than the {self.rows} that this kernel was made for")
+
+    def schedule(self, lengths: Tensor) -> None:
+        """Divide a decoding step's work among programs, before its first layer is read; lengths: as for `attend`.
+
+        Here every program does so for itself.
+        """
 
     def attend(
         self,
@@ -174,8 +186,7 @@ class PagedAttention:
         from leank.eval.serving.kernels import paged
 
         of, layout, batch = self._layers[layer], self.layout, len(q)
-        if batch > self.rows:
-            raise ValueError(f"{batch} rows at once are more than the {self.rows} that this kernel was made for")
+        self._refuse(batch)
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         kept, rest = (
@@ -299,9 +310,9 @@ def decoding_first(starts: Sequence[int], tokens: int) -> int:
     return min(many.index(True) if any(many) else len(many), tokens)
 
 
-@dataclass(frozen=True)
+@dataclass
 class DeviceStep:
-    """What one step computes; every layer reads it."""
+    """What one step computes; every layer reads it, and the first one has it scheduled, in a captured graph as well."""
 
     decodes: int  # requests at the front with at most one new position; request i has row i of the step's tokens
     lengths: Tensor  # int32 [R], positions of each request once the step is done; 0 = padding
@@ -309,6 +320,7 @@ class DeviceStep:
     slots: tuple[Tensor, Tensor]  # int64 [tokens] each, of the new positions in `kept` and `rest`; null: not stored
     batches: Sequence[Batch] = ()  # the requests behind the first `decodes`, without those of `others`
     others: Sequence[attention.Step] = ()  # requests that compute generated positions again, a step each
+    scheduled: bool = False  # whether a layer has been here
 
     def attend(
         self,
@@ -327,6 +339,9 @@ class DeviceStep:
         for step in self.others:  # their pages of codes, before anything reads: requests of one step may share pages
             attention.write(step, layer, pages, k, v)
         if first:
+            if not self.scheduled:
+                paged.schedule(self.lengths[:first])
+                self.scheduled = True
             kept, rest = (table[:first] for table in self.tables)
             paged.attend(pages, layer, q[:first], self.lengths[:first], kept, rest, scaling, out[:first])
         for batch in self.batches:

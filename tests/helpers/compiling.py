@@ -29,7 +29,7 @@ from leank.eval.cache.attention.launch import Kernel, moved
 from leank.eval.cache.attention.readers import Config
 from leank.eval.methods.kernels import rkv as rkv_kernel
 from leank.eval.methods.kernels.rkv import UNIT as WHOLE
-from leank.eval.serving.kernels import coded, paged
+from leank.eval.serving.kernels import coded, paged, schedule
 
 UNIT = -64  # log2 of kernels.packed.unit_of in bfloat16
 SUBNORMAL = -133  # log2 of bfloat16's smallest number, which a byte counts
@@ -213,6 +213,9 @@ def main(dim: int) -> None:
         paged.decode, of_pages, {"F": served, "READ": coded.read, "CODES": mixed._replace(BLOCK=64)}, stages=3
     )
     print(f"codes in pages of a server: {resources(kernel)}")
+    of_schedule = {"table": COUNT, "lengths": TABLE, "templates": COUNT, "costs": TABLE}
+    sizes = {"HEADS": 8, "BATCH": 256, "WARPS": 8, "FEW": 32, "START": 32, "FEW_START": 128}
+    made(schedule.make, of_schedule, {**HEADS, **sizes}, warps=1)
     compiles(coded.write, OF_CODES, {"D": dim, "BLOCK": 8})
     blocks = {"D": dim, "BLOCK": 64, "REST_BLOCK": 8}
     made(coded.gather, OF_CODES, blocks, warps=8)

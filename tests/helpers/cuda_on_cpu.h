@@ -12,7 +12,7 @@ meet in __syncthreads. Copies to shared memory are there at once. Sums of produc
 #include <cstring>
 #include <vector>
 
-using std::min;
+using std::max, std::min;
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -57,6 +57,7 @@ static int lane_of() { return self->number % 32; }
 DEVICE float __uint_as_float(u32 x) { float y; memcpy(&y, &x, 4); return y; }
 DEVICE float __int_as_float(int x) { return __uint_as_float((u32)x); }
 DEVICE u32 bits_of(float x) { u32 y; memcpy(&y, &x, 4); return y; }
+DEVICE int __shfl_sync(u32, int x, int from) { return (int)exchange({{(u32)x}})[from & 31].x[0]; }
 DEVICE float __shfl_sync(u32, float x, int from) { return __uint_as_float(exchange({{bits_of(x)}})[from & 31].x[0]); }
 DEVICE float __shfl_xor_sync(u32 all, float x, int by) { return __shfl_sync(all, x, lane_of() ^ by); }
 DEVICE bool __any_sync(u32, bool x) {
@@ -97,7 +98,20 @@ DEVICE void copy16(u32 to, const void *from, bool there = true) {
 DEVICE void commit() {}
 DEVICE void wait_for_older() { __syncwarp(); }
 
-// bfloat16
+#if HALF  // float16
+DEVICE float number(u32 x) {
+  u16 half = (u16)x;
+  _Float16 y;
+  memcpy(&y, &half, 2);
+  return (float)y;
+}
+DEVICE u32 rounded(double x) {
+  _Float16 y = (_Float16)x;
+  u16 half;
+  memcpy(&half, &y, 2);
+  return half;
+}
+#else  // bfloat16
 DEVICE float number(u32 x) { return __uint_as_float(x << 16); }
 DEVICE u32 rounded(double x) {  // to the nearest, of two that are as near the even one
   if (x != x) return 0x7FC0;
@@ -107,6 +121,7 @@ DEVICE u32 rounded(double x) {  // to the nearest, of two that are as near the e
   double step = std::ldexp(1.0, std::max(exponent - 8, -133));
   return bits_of((float)(std::nearbyint(x / step) * step)) >> 16;
 }
+#endif
 DEVICE u32 half_of(u32 x, int upper) { return upper ? x >> 16 : x & 0xFFFF; }
 DEVICE u32 joined(u32 low, u32 high) { return low | high << 16; }
 DEVICE double product_of(u32 a, u32 b, int upper) {

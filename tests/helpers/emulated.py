@@ -6,7 +6,6 @@ It needs g++. A test that has the CPU's tensors read by it patches `codes.launch
 import ctypes
 import functools
 import re
-import struct
 import subprocess
 from pathlib import Path
 
@@ -17,14 +16,15 @@ CUDA = Path(codes.__file__).parent / "kernels" / "codes.cu"
 ENTRY = """
 static const void *const *given;
 static const int *numbers;
+static const Pool *pool;
 static void entry() {
   decode((const u16 *)given[0], (const i64 *)given[1], (const int *)given[2], (const i64 *)given[3],
          (const i64 *)given[4], (const i64 *)given[5], (const u16 *)given[6], (const i64 *)given[7], (u16 *)given[8],
          (float *)given[9], (float *)given[10], (int *)given[11], numbers[0], numbers[1], numbers[2], numbers[3],
-         numbers[4], numbers[5], numbers[6], numbers[7], numbers[8], numbers[9]);
+         numbers[4], numbers[5], numbers[6], numbers[7], numbers[8], numbers[9], *pool);
 }
-extern "C" void run(int programs, const void *const *pointers, const int *others) {
-  given = pointers, numbers = others;
+extern "C" void run(int programs, const void *const *pointers, const int *others, const void *of_pool) {
+  given = pointers, numbers = others, pool = (const Pool *)of_pool;
   run_blocks(programs, THREADS, entry);
 }
 """
@@ -51,27 +51,21 @@ def source(cell: int) -> str:
 
 
 @functools.cache
-def library(folder: Path, dim: int, group: int, rows: int, cell: int) -> ctypes.CDLL:
-    """The kernel for heads of such a shape, compiled into a folder."""
-    sizes = {"D": dim, "GROUP": group, "ROWS": rows, "WARPS": codes.WARPS}
-    made = folder / f"{'-'.join(map(str, (dim, group, rows, cell)))}.so"
-    given = ["g++", "-O1", "-std=c++20", "-w", "-shared", "-fPIC", *(f"-D{k}={n}" for k, n in sizes.items())]
-    subprocess.run([*given, "-x", "c++", "-", "-o", str(made)], input=source(cell), text=True, check=True)
+def library(folder: Path, form: codes.Form) -> ctypes.CDLL:
+    """The kernel in a form, compiled into a folder."""
+    made = folder / f"{'-'.join(map(str, form))}.so"
+    given = ["g++", "-O1", "-std=c++20", "-w", "-shared", "-fPIC", *form.defined()]
+    subprocess.run([*given, "-x", "c++", "-", "-o", str(made)], input=source(form.cell), text=True, check=True)
     return ctypes.CDLL(str(made))
 
 
-def launch(folder: Path, programs, rows, of_warp, cell, dependent, table, layer, queries, results) -> None:
+def launch(folder: Path, programs, rows, of_warp, cell, dependent, table, layer, queries, results, pool=None) -> None:
     """What `codes.launch` does, on a CPU."""
-    _, heads, dim = layer.index.shape
-    tensors = (
-        *(layer.base, table, layer.index, layer.seen, layer.start, layer.tail, queries.q, queries.position),
-        *(results.out, results.partial, results.stat, results.done),
-    )
-    (scaling,) = struct.unpack("<i", struct.pack("<f", queries.scale))
-    numbers = (
-        *(layer.index_b, queries.q_b, queries.q_h, queries.q_t, queries.tokens, layer.slots, heads),
-        *(*of_warp, scaling),
-    )
-    pointers = (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
-    kernel = library(folder, dim, queries.q.shape[1] // heads, rows, cell)
-    kernel.run(programs, pointers, (ctypes.c_int * len(numbers))(*numbers))
+    *others, of_pool = codes.arguments(of_warp, table, layer, queries, results, pool)
+    tensors = [x for x in others if isinstance(x, ctypes.c_void_p)]
+    numbers = [x for x in others if isinstance(x, ctypes.c_int)]
+    kernel = library(folder, codes.form_of(rows, cell, layer, queries, pool))
+    kernel.run(
+        programs, (ctypes.c_void_p * len(tensors))(*tensors), (ctypes.c_int * len(numbers))(*numbers),
+        ctypes.byref(of_pool),
+    )  # fmt: skip

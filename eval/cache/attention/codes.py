@@ -9,7 +9,7 @@ import functools
 import struct
 from contextlib import suppress
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,58 @@ LEAST = 4096  # bytes of shared memory that a warp has for K, and for V: 16 toke
 SPARE = 2048  # bytes of a program's shared memory that the kernel names itself, or the system takes
 # Bytes of sink and window that a program reads in the time of an instruction of each warp; see `effort`.
 BYTES_OF_EFFORT = 11.0
+NUMBERS = (torch.bfloat16, torch.float16)  # the dtypes that are read
+
+
+class Pool(NamedTuple):
+    """Where a server has the tokens of its requests; see `eval.serving.coded`."""
+
+    kept: Tensor  # kept, rest: int32 [B, blocks], block tables of codes, and of whole tokens
+    rest: Tensor
+    lengths: Tensor  # int32 [B], tokens of each row
+    stride: int  # bytes of a block
+    page: int  # bytes of 64 tokens of codes, all layers, in a block
+    sink: int  # sink, window: tokens, multiples of 64
+    window: int
+    block: int  # block, rest_block: tokens of a block, of codes and of whole tokens
+    rest_block: int
+
+    def argument(self) -> "PoolArgument":
+        """What the kernel takes of it."""
+        tensors = (x.data_ptr() for x in (self.kept, self.rest, self.lengths))
+        return PoolArgument(
+            *tensors, self.stride, self.page, self.kept.stride(0), self.rest.stride(0), self.sink, self.window
+        )
+
+
+class PoolArgument(ctypes.Structure):
+    """The kernel's Pool."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("kept", "rest", "lengths")),
+        *((name, ctypes.c_longlong) for name in ("stride", "page")),
+        *((name, ctypes.c_int) for name in ("kept_b", "rest_b", "sink", "window")),
+    )
+
+
+class Form(NamedTuple):
+    """What the kernel is compiled for."""
+
+    dim: int  # channels of a head
+    group: int  # query heads of a KV head
+    rows: int  # query rows of a program
+    cell: int  # numbers of a quantisation group
+    half: bool = False  # float16, not bfloat16
+    block: int = 0  # block, rest_block: as in `Pool`; 0 = there is none
+    rest_block: int = 1
+
+    def defined(self) -> list[str]:
+        """Options of the compiler."""
+        sizes = {
+            "D": self.dim, "GROUP": self.group, "ROWS": self.rows, "WARPS": WARPS, "HALF": int(self.half),
+            "BLOCK": self.block, "REST_BLOCK": self.rest_block,
+        }  # fmt: skip
+        return [f"-D{name}={number}" for name, number in sizes.items()]
 
 
 @functools.cache
@@ -59,14 +111,25 @@ def driver() -> ctypes.CDLL:
     return cuda._get_gpu_runtime_library()
 
 
-def can_read(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """Whether the kernel reads layers of this kind: of bfloat16, on a GPU with its products."""
-    if device.type != "cuda" or dtype != torch.bfloat16 or dim not in HEAD_DIMS["codes"]:
-        return False
+def why_not(device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
+    """Why the kernel does not read layers of this kind, None = it does: 16 bits, on a GPU with its products."""
+    if device.type != "cuda":
+        return f"it runs on a GPU, not on {device.type}"
+    if dtype not in NUMBERS:
+        return f"it reads bfloat16 and float16, not {dtype}"
+    if dim not in HEAD_DIMS["codes"]:
+        return f"it reads heads of {HEAD_DIMS['codes']} channels, not {dim}"
     if (nvrtc := compiler()) is None:
-        return False
+        return "this PyTorch has no NVRTC, which compiles it"
     capability = torch.cuda.get_device_capability(device)
-    return capability >= (8, 0) and compiles(nvrtc, capability)
+    if capability < (8, 0):
+        return f"it needs a GPU of compute capability 8.0, not {capability[0]}.{capability[1]}"
+    return None if compiles(nvrtc, capability) else "this NVRTC is older than the GPU"
+
+
+def can_read(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Whether the kernel reads layers of this kind."""
+    return why_not(device, dtype, dim) is None
 
 
 def warp_bytes(k: np.ndarray, v: np.ndarray) -> tuple[int, int]:
@@ -120,19 +183,11 @@ def constants(group: int) -> str:
     return f"enum {{ {', '.join(f'{name} = {n}' for name, n in names.items())} }};\n#line 1\n"
 
 
-def cubin(nvrtc: ctypes.CDLL, capability: tuple[int, int], dim: int, group: int, rows: int, cell: int) -> bytes:
-    """The kernel for heads of `dim` channels and `rows` query rows, compiled. Raises RuntimeError with NVRTC's log.
-
-    group: query heads of a KV head; cell: numbers of a quantisation group
-    """
+def cubin(nvrtc: ctypes.CDLL, capability: tuple[int, int], form: Form) -> bytes:
+    """The kernel, compiled. Raises RuntimeError with NVRTC's log."""
     kernel = (files("leank.eval.cache.attention.kernels") / "codes.cu").read_text(encoding="utf-8")
-    source = (constants(cell) + kernel).encode()
-    sizes = {"D": dim, "GROUP": group, "ROWS": rows, "WARPS": WARPS}
-    options = [
-        "--gpu-architecture=sm_{}{}".format(*capability),
-        "-std=c++17",
-        *(f"-D{k}={n}" for k, n in sizes.items()),
-    ]
+    source = (constants(form.cell) + kernel).encode()
+    options = ["--gpu-architecture=sm_{}{}".format(*capability), "-std=c++17", *form.defined()]
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
 
     def text(kind: str) -> bytes:
@@ -152,12 +207,12 @@ def cubin(nvrtc: ctypes.CDLL, capability: tuple[int, int], dim: int, group: int,
 
 
 @functools.cache
-def compiled(dim: int, group: int, rows: int, cell: int, device: torch.device) -> Any:
+def compiled(form: Form, device: torch.device) -> Any:
     """The kernel on a device; see `cubin`."""
     nvrtc = compiler()
     assert nvrtc is not None
     with torch.cuda.device(device):
-        binary = cubin(nvrtc, torch.cuda.get_device_capability(device), dim, group, rows, cell)
+        binary = cubin(nvrtc, torch.cuda.get_device_capability(device), form)
         module: Any = cuda._cuda_load_module(binary, ["decode"])
         kernel = module["decode"]
         kernel.set_shared_memory_config(most_memory(device) - SPARE)
@@ -185,17 +240,11 @@ class LaunchConfig(ctypes.Structure):
 DEPENDENT = Attribute(id=6, value=1)
 
 
-def launch(
-    programs: int, rows: int, of_warp: tuple[int, int], cell: int, dependent: bool, table: Tensor, layer: Layer,
-    queries: Queries, results: Results,
-) -> None:  # fmt: skip
-    """Run the kernel over a schedule.
-
-    rows: query rows of a KV head for which there is room; of_warp: of `warp_bytes`
-    cell: numbers of a quantisation group
-    dependent: whether to use programmatic dependent launch
-    """
-    device, (_, heads, dim) = queries.q.device, layer.index.shape
+def arguments(
+    of_warp: tuple[int, int], table: Tensor, layer: Layer, queries: Queries, results: Results, pool: Pool | None
+) -> list[Any]:
+    """What the kernel takes, in its order, as numbers of C; the other arguments are those of `launch`."""
+    heads = layer.index.shape[1]
     tensors = (
         *(layer.base, table, layer.index, layer.seen, layer.start, layer.tail, queries.q, queries.position),
         *(results.out, results.partial, results.stat, results.done),
@@ -205,14 +254,37 @@ def launch(
         *(layer.index_b, queries.q_b, queries.q_h, queries.q_t, queries.tokens, layer.slots, heads),
         *(*of_warp, scaling),
     )
-    values = [*(ctypes.c_void_p(x.data_ptr()) for x in tensors), *map(ctypes.c_int, numbers)]
+    given = PoolArgument() if pool is None else pool.argument()
+    return [*(ctypes.c_void_p(x.data_ptr()) for x in tensors), *map(ctypes.c_int, numbers), given]
+
+
+def form_of(rows: int, cell: int, layer: Layer, queries: Queries, pool: Pool | None) -> Form:
+    """What the kernel is compiled for to read a layer; the arguments are those of `launch`."""
+    _, heads, dim = layer.index.shape
+    blocks = (0, 1) if pool is None else (pool.block, pool.rest_block)
+    return Form(dim, queries.q.shape[1] // heads, rows, cell, queries.q.dtype == torch.float16, *blocks)
+
+
+def launch(
+    programs: int, rows: int, of_warp: tuple[int, int], cell: int, dependent: bool, table: Tensor, layer: Layer,
+    queries: Queries, results: Results, pool: Pool | None = None,
+) -> None:  # fmt: skip
+    """Run the kernel over a schedule.
+
+    rows: query rows of a KV head for which there is room; of_warp: of `warp_bytes`
+    cell: numbers of a quantisation group
+    dependent: whether to use programmatic dependent launch
+    pool: of a server; then `seen`, `start`, `tail` and `position` are not read
+    """
+    device = queries.q.device
+    values = arguments(of_warp, table, layer, queries, results, pool)
     addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
     config = LaunchConfig(
-        *(programs, 1, 1, 32 * WARPS, 1, 1, memory(of_warp, dim)),
+        *(programs, 1, 1, 32 * WARPS, 1, 1, memory(of_warp, layer.index.shape[-1])),
         torch.cuda.current_stream(device).cuda_stream,
         ctypes.pointer(DEPENDENT),
         int(dependent),
     )
-    kernel = compiled(dim, queries.q.shape[1] // heads, rows, cell, device)
+    kernel = compiled(form_of(rows, cell, layer, queries, pool), device)
     with torch.cuda.device(device):
         cuda._check_cuda(driver().cuLaunchKernelEx(ctypes.byref(config), kernel.func, addresses, None))

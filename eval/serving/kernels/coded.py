@@ -27,7 +27,7 @@ from leank.eval.cache.attention.kernels.banded import (
     width_of,
 )
 from leank.eval.cache.attention.kernels.packed import HALF, ROOM, _together
-from leank.eval.serving.kernels.paged import _ends, _look_up, stripe_of, tiles_of
+from leank.eval.serving.kernels.paged import _ends, _look_up, stripe_of, tiles_of, window_from
 from leank.precision import GROUP
 
 FIELDS = tl.constexpr(8)  # of a head in `bands`
@@ -147,11 +147,11 @@ def read(query, where, row, tiles_read, scale, F: tl.constexpr, CODES: tl.conste
         number = _look_up(rest, tile, length - 1, t, TILE, F.REST_BLOCK)
         q = tl.load(q_row[:, None] + d[None, :], mask=ok[:, None], other=0.0)
         sink = tl.minimum(sink_size, length)
-        window_from = tl.maximum(sink, tl.maximum(length - 1 - window, 0) // PAGE * PAGE)
+        start = window_from(length - 1, sink, window, PAGE)
         # the sink and the window end at tiles, so that every token of these tiles is whole
         acc, m, z = _ends(
             acc, m, z, number, number, q, q, q, q, pages, page, rest, rest, first, last, in_sink, middle,
-            length, sink, window_from, rest_stripe, rest_stripe, scale,
+            length, sink, start, rest_stripe, rest_stripe, scale,
             0, 0, D, 0, True, TILE, D, F.REST_BLOCK, F.REST_BLOCK)
     if middle_first < middle_last:
         NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
@@ -282,9 +282,9 @@ def gather(
     at = tl.load(plan + b)
     first = tl.load(plan + 3 * plan_b + b)
     sink = tl.minimum(sink_size, first)
-    window_from = tl.maximum(sink, tl.maximum(first - window, 0) // PAGE * PAGE)
+    of_window = window_from(first, sink, window, PAGE)
     few = tl.load(bands + head * FIELDS + 7) == 0
-    gap = tl.where(few, window_from - sink, 0)  # a head without a middle sees the window right behind the sink
+    gap = tl.where(few, of_window - sink, 0)  # a head without a middle sees the window right behind the sink
     count = first + tl.load(plan + b + 1) - at - gap
     begin = tl.program_id(0) * PAGE
     i = begin + tl.arange(0, PAGE)
@@ -300,7 +300,7 @@ def gather(
             to_k, to_v = full_k + to, full_v + to
         start, _, _, v_start = stripe_of(stripes, head)
         rest_start, width, _, rest_v_start = stripe_of(rest_stripes, head)
-        if (gap == 0) & (begin >= sink_size) & (begin < window_from):
+        if (gap == 0) & (begin >= sink_size) & (begin < of_window):
             from_page = _codes_at(codes, page, page_bytes, kept_row, begin // PAGE, NUMBER, BLOCK)
             n, bits = bands_of(bands + head * FIELDS)
             _put_keys(to_k, index + head * D, from_page + start, n, dtype, D)

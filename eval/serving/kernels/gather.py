@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from leank.eval.serving.kernels.paged import stripe_of
+from leank.eval.serving.kernels.paged import stripe_of, window_from
 
 # fmt: off
 
@@ -39,16 +39,16 @@ def gather(
     start, width, _, v_start = stripe_of(kept_stripes, head)
     rest_start, rest_width, _, rest_v_start = stripe_of(rest_stripes, head)
     sink = tl.minimum(sink_size, first)
-    window_from = tl.maximum(sink, first - window)
+    of_window = window_from(first, sink, window, 1)
     few = width == 0
-    gap = tl.where(few, window_from - sink, 0)  # a head without a middle sees the window right behind the sink
+    gap = tl.where(few, of_window - sink, 0)  # a head without a middle sees the window right behind the sink
     count = first + tl.load(plan + b + 1) - at - gap
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     if tl.program_id(0) * TILE < count:
         position = tl.where(i < sink, i, i + gap)
         past = position < first
         new = (i < count) & (position >= first)
-        whole = past & ((position < sink) | (position >= window_from))
+        whole = past & ((position < sink) | (position >= of_window))
         kept_row = kept_table + (request + b).to(tl.int64) * kept_b
         rest_row = rest_table + (request + b).to(tl.int64) * rest_b
         column = tl.load(columns + head * D + d)

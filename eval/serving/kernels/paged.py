@@ -79,11 +79,17 @@ def stripe_of(stripes, head):
 
 
 @triton.jit
+def window_from(first, sink, window, GRAIN: tl.constexpr):
+    """Where the window of a step from position `first` on begins: `plan.window_start`, but not in the sink."""
+    return tl.maximum(sink, tl.maximum(first - window, 0) // GRAIN * GRAIN)
+
+
+@triton.jit
 def tiles_of(length, sink_size, window, TILE: tl.constexpr):
     """A row's tiles, how many of them begin in the sink, and how many of those that follow are of the middle."""
     sink = tl.minimum(sink_size, length)
     in_sink = tl.cdiv(sink, TILE)
-    return tl.cdiv(length, TILE), in_sink, tl.maximum(tl.maximum(sink, length - 1 - window) // TILE - in_sink, 0)
+    return tl.cdiv(length, TILE), in_sink, tl.maximum(window_from(length - 1, sink, window, 1) // TILE - in_sink, 0)
 
 
 @triton.jit
@@ -253,7 +259,7 @@ def _read(acc, m, z, query, where, row, tiles_read, scale, C: tl.constexpr, F: t
         sink = tl.minimum(sink_size, length)
         acc, m, z = _ends(
             acc, m, z, number, other, q0, q1, r0, r1, pages, page, kept, rest, first, last, in_sink, middle,
-            length, sink, tl.maximum(sink, length - 1 - window), kept_stripe, rest_stripe, scale,
+            length, sink, window_from(length - 1, sink, window, 1), kept_stripe, rest_stripe, scale,
             C0, C - C0, R0, R - R0, EVEN, TILE, D, KEPT_BLOCK, REST_BLOCK)
     if C > 0:  # noqa: SIM102, known when it is compiled
         if middle_first < middle_last:

@@ -155,29 +155,32 @@ def test_on_the_device(bits, dim, group, queries, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [*EACH, ALL, SOME], ids=str)
 @pytest.mark.parametrize(
-    ("dim", "group", "queries"),
-    [(128, 4, 1), (128, 7, 1), (128, 2, 3), (64, 1, 1), (64, 3, 2), (128, 8, 1), (64, 2, 1)],
-)
-def test_products_on_codes_on_the_device(bits, dim, group, queries, monkeypatch):
+    ("dim", "group", "queries", "dtype"),
+    [
+        *((128, *more, torch.bfloat16) for more in ((4, 1), (7, 1), (2, 3), (8, 1))),
+        *((64, *more, torch.bfloat16) for more in ((1, 1), (3, 2), (2, 1))),
+        (128, 4, 1, torch.float16), (64, 7, 1, torch.float16),
+    ],
+)  # fmt: skip
+def test_products_on_codes_on_the_device(bits, dim, group, queries, dtype, monkeypatch):
     """The kernel in CUDA. Rows with a middle in part, one without; programs for every multiprocessor, and few."""
     codec, launch, launches = codec_of(bits, dim, 4), codes.launch, []
     monkeypatch.setattr(codes, "launch", lambda *given: (launches.append(given), launch(*given)))
     for programs, sizes in ((0, Sizes(128, 256, 64)), (7, Sizes(3, 70, 64))):
         launches.clear()
         lengths, seed = [3001, 1700, 700, sizes.sink + 5], programs
-        store = check_decoding(
-            [0] * 4, dim, group, lengths, sizes, torch.bfloat16, queries, 3, None, programs, seed, codec
-        )
+        store = check_decoding([0] * 4, dim, group, lengths, sizes, dtype, queries, 3, None, programs, seed, codec)
         fits = codes.per_sm(codes.warp_bytes(*store.tail.page_bytes()), dim, store.ring_k.device)
         assert bool(launches) == bool(fits)  # else the kernel in Triton has read it
 
 
 @pytest.mark.gpu
 def test_only_what_codes_can_read_is_left_to_it(monkeypatch):
-    """float16, heads of 96 channels, pages too large for a multiprocessor, and a PyTorch without NVRTC."""
+    """float32, heads of 96 channels, pages too large for a multiprocessor, and a PyTorch without NVRTC."""
     device = torch.device("cuda", 0)
     assert codes.can_read(device, torch.bfloat16, 128)
-    assert not codes.can_read(device, torch.float16, 128)
+    assert codes.can_read(device, torch.float16, 128)
+    assert not codes.can_read(device, torch.float32, 128)
     assert not codes.can_read(device, torch.bfloat16, 96)
     assert codes.per_sm((4096, 4096), 128, device) == 2
     assert codes.per_sm((65536, 65536), 128, device) == 0
@@ -232,10 +235,19 @@ def test_codes_are_compiled(dim, capability):
         pytest.skip("needs NVRTC")
     assert codes.compiles(nvrtc, capability)
     assert not codes.compiles(nvrtc, (99, 0))
-    for group, rows, cell in ((4, 4, 64), (3, 8, 64), (4, 4, 32), (3, 8, 32)):
-        assert codes.cubin(nvrtc, capability, dim, group, rows, cell)[:4] == b"\x7fELF"
+    forms = [
+        (4, 4, 64),
+        (3, 8, 64),
+        (4, 4, 32),
+        (3, 8, 32),
+        (3, 8, 64, True),
+        (4, 4, 64, False, 64, 12),
+        (8, 8, 64, True, 192, 16),
+    ]
+    for form in forms:
+        assert codes.cubin(nvrtc, capability, codes.Form(dim, *form))[:4] == b"\x7fELF"
     with pytest.raises(RuntimeError, match="NVRTC cannot compile codes"):
-        codes.cubin(nvrtc, capability, 0, 1, 1, 64)
+        codes.cubin(nvrtc, capability, codes.Form(0, 1, 1, 64))
 
 
 @pytest.fixture(scope="module")
@@ -246,16 +258,19 @@ def compiled_folder(tmp_path_factory):
 
 @pytest.mark.skipif(ON_GPU or shutil.which("g++") is None, reason="the same on the device below; needs g++")
 @pytest.mark.parametrize(
-    ("codec", "counts", "group"),
+    ("codec", "counts", "group", "dtype"),
     [
-        (Packing(4, 32), [40, 64], 2),
-        (Packing(2, 32), [40, 17], 2),
-        (Packing(8, 32), [9, 64], 2),
-        (codec_of(ALL, 64, 2), [0, 0], 5),  # of 8 rows, scaled queries and their rests are operands of their own
+        (Packing(4, 32), [40, 64], 2, torch.bfloat16),
+        (Packing(2, 32), [40, 17], 2, torch.bfloat16),
+        (Packing(8, 32), [9, 64], 2, torch.bfloat16),
+        # of 8 rows, scaled queries and their rests are operands of their own
+        (codec_of(ALL, 64, 2), [0, 0], 5, torch.bfloat16),
+        (codec_of(ALL, 64, 2), [0, 0], 5, torch.float16),
+        (codec_of(((0, 2, 16), (16,)), 64, 2), [0, 0], 2, torch.float16),
     ],
-    ids=["4 bits", "2 bits", "8 bits", "layout"],
+    ids=["4 bits", "2 bits", "8 bits", "layout", "float16", "values of 16 bits"],
 )
-def test_products_on_codes_on_a_cpu(codec, counts, group, compiled_folder, monkeypatch):
+def test_products_on_codes_on_a_cpu(codec, counts, group, dtype, compiled_folder, monkeypatch):
     """The kernel in CUDA, run as C++, with a page that is filled in part."""
     launches = []
     monkeypatch.setattr(codes, "can_read", lambda *_: True)
@@ -263,7 +278,7 @@ def test_products_on_codes_on_a_cpu(codec, counts, group, compiled_folder, monke
     monkeypatch.setattr(codes, "launch", lambda *given: (launches.append(1), emulated.launch(compiled_folder, *given)))
     monkeypatch.setattr(Kernel, "write", lambda kernel, store, k, v: store.write(k, v))
     sizes = Sizes(10, 64, codec.group)
-    check_decoding(counts, 64, group, [301, 170], sizes, torch.bfloat16, 1, 2, None, 5, bits=codec)
+    check_decoding(counts, 64, group, [301, 170], sizes, dtype, 1, 2, None, 5, bits=codec)
     assert len(launches) == 4
 
 

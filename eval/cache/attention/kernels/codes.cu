@@ -1,8 +1,8 @@
 /* Decode attention over pages of codes (eval.cache.storage.quantised): products on codes as they lie.
 
 A code is an operand of the tensor cores without a conversion: in bfloat16, the bits of a byte b are the number
-b 2^-133, exactly, since numbers below 2^-126 are 2^-133 apart and the next ones, too. So nothing is unpacked but by a
-mask. Scales go to the other operand, which is smaller: with K = scale code + zero and V alike,
+b 2^-133, exactly, since numbers below 2^-126 are 2^-133 apart and the next ones, too. In float16 they are b 2^-24. So
+nothing is unpacked but by a mask. Scales go to the other operand, which is smaller: with K = scale code + zero and V alike,
 
     q . K_t = sum_c (q_c scale_c) code_tc + sum_c q_c zero_c        CELL tokens have one scale for each channel of K
     p . V_c = sum_t (p_t scale_t) code_tc + sum_t p_t zero_t        a token has one for each CELL channels of V
@@ -24,8 +24,13 @@ its bytes 0 and 2 are a pair of columns, its bytes 1 and 3 the pair 8 later. Til
 
     token 32 (w / 2) + 4 (w % 2) + 8 (g / 2) + 2 (g % 2)  in row g,  and the token after it in row g + 8
 
+One source reads a cache whose parts lie in one piece, and a server's pool (eval.serving.coded), whose pages are found
+by block tables, a page ahead. In a pool the sink and the window are one part of the kind SINK, whose tokens are counted
+through; the part PROMPT begins behind the sink.
+
 Compiled for D channels of a head (64 or 128), GROUP query heads for each KV head, ROWS query rows of a program, at
-most 8, and WARPS warps. Declared before this file, by `codes.constants`: the columns of the schedule, FIELDS, the kinds of parts,
+most 8, WARPS warps, and HALF, 1 for float16, 0 for bfloat16; for a pool with BLOCK tokens of a block of codes, 0 =
+there is none, and REST_BLOCK whole tokens of a block. Declared before this file, by `codes.constants`: the columns of the schedule, FIELDS, the kinds of parts,
 PAGE, CELL, the numbers that share a scale, and OF_16 to OF_THIRD, the bytes that a channel of K takes of a page by its bits. */
 
 typedef unsigned char u8;
@@ -39,17 +44,37 @@ constexpr int TILES = D / 16, GROUPS = D / CELL;
 constexpr int HALVES = PAGE / CELL;  // of a page's tokens, each with scales of K of its own
 constexpr int ENDS = 16;  // tokens of sink and window that a warp reads at a time
 
-// Units. Queries are multiplied by 2^90 before they meet codes, so that logits come 2^-43 times as large; those that
-// meet numbers are multiplied by that. Weights likewise. Products of 2^37 and more of a query or weight with a scale or
-// a zero point would become infinite.
-constexpr float HIGH = 0x1p90f, LOW = 0x1p-43f, OF_ZEROS = 0x1p-133f, HIGH_BITS = 90, LOW_BITS = -43;
-#define NONE __int_as_float(0xff800000)  // no logit: minus infinity
-constexpr u32 QUARTER = 0x3E803E80, SIXTEENTH = 0x3D803D80, SIXTYFOURTH = 0x3C803C80;  // pairs of bfloat16
+constexpr bool PAGED = BLOCK > 0;
+constexpr int EACH = PAGED ? BLOCK / PAGE : 1;  // pages of codes of a block
 
+// Units. CODE is the number that a byte of 1 is. Queries are multiplied by HIGH before they meet codes, so that logits
+// come LOGIT times as large, and by LOW before they meet numbers; weights by 2^HIGH_BITS and 2^LOW_BITS, so that sums of
+// values come SUM times as large. Sums over numbers have another unit, which STEP leads to LOGIT and SUM. Products of 2^37 and
+// more of a query or weight with a scale or a zero point would become infinite, in float16 those of a query with a scale
+// from 2^16 on, and of a weight from 2^8 on.
+#if HALF
+constexpr float CODE = 0x1p-24f, HIGH = 1, LOW = 1, HIGH_BITS = 8, LOW_BITS = 8, LOGIT = 0x1p-24f, SUM = 0x1p-16f;
+constexpr u32 QUARTER = 0x34003400, SIXTEENTH = 0x2C002C00, SIXTYFOURTH = 0x24002400;  // pairs of numbers
+#define TYPE "f16"
+#else
+constexpr float CODE = 0x1p-133f, HIGH = 0x1p90f, LOW = 0x1p-43f, HIGH_BITS = 90, LOW_BITS = -43;
+constexpr float LOGIT = 0x1p-43f, SUM = 0x1p-43f;
+constexpr u32 QUARTER = 0x3E803E80, SIXTEENTH = 0x3D803D80, SIXTYFOURTH = 0x3C803C80;
+#define TYPE "bf16"
+#endif
+constexpr float STEP = HALF ? 0x1p-24f : 1;
+#define NONE __int_as_float(0xff800000)  // no logit: minus infinity
+
+struct Pool {  // where a server has the tokens of its requests, as `codes.Pool` has them
+  const int *kept, *rest, *lengths;  // kept, rest: block tables, [rows, kept_b] and [rows, rest_b]; lengths: [rows]
+  i64 stride, page;                  // bytes of a block, and of 64 tokens of codes in it
+  int kept_b, rest_b, sink, window;
+};
 struct Args {  // as the tuples of `parts` have them
   const u16 *base; const i64 *table; const int *index; const i64 *seen, *start, *tail;
   const u16 *q; const i64 *position; u16 *out; float *partial, *stat; int *done;
   int index_b, q_b, q_h, q_t, queries, slots, heads;
+  Pool pool;
 };
 
 // Queries times scales are a product and what its rounding left, so that they lose nothing. With at most four rows,
@@ -77,15 +102,18 @@ DEVICE void copy16(u32 to, const void *from, bool there = true) {  // zeros wher
 DEVICE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 DEVICE void wait_for_older() { asm volatile("cp.async.wait_group 1;" ::: "memory"); __syncwarp(); }
 DEVICE u32 times(u32 a, u32 b) {
-  u32 x; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(0x80008000u)); return x;
+  u32 x; asm("fma.rn." TYPE "x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(0x80008000u)); return x;
 }
 DEVICE u32 rest_of(u32 a, u32 b, u32 product) {  // a b - product, exactly
-  u32 x; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(product ^ 0x80008000u)); return x;
+  u32 x; asm("fma.rn." TYPE "x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(product ^ 0x80008000u)); return x;
 }
 DEVICE u32 pair(float low, float high) {
-  u32 x; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low)); return x;
+  u32 x; asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low)); return x;
 }
-DEVICE float number(u32 x) { return __uint_as_float(x << 16); }  // of the lower half
+DEVICE float number(u32 x) {  // of the lower half
+  if (!HALF) return __uint_as_float(x << 16);
+  float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((u16)x)); return y;
+}
 DEVICE u32 evens(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }  // the lower halves of two words
 DEVICE u32 odds(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
 DEVICE u32 transposed(u32 x) {
@@ -93,7 +121,7 @@ DEVICE u32 transposed(u32 x) {
 }
 DEVICE float exp2_of(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
@@ -153,13 +181,13 @@ struct Bands {  // a head's channels in 16, 8 and 4 bits, narrow ones, those of 
 struct Warp {  // a warp's number, and addresses in shared memory: of its K and V, of all warps' queries, of barriers
   int number, lane;
   u32 k, v, q, raw, bars, phase;
-  float scale;  // of the logits, divided by LOW
+  float scale;  // of the logits, divided by LOGIT
 };
 
 struct Rows {  // the query rows 2i and 2i + 1 that a lane has: softmax so far, base 2
   float most[2], sum[2];  // sum: of this lane's tokens
-  float acc[TILES][4];    // channels 16 tile + g and + 8, times LOW
-  float zeros[4];         // of group g of channels: the sum of p zero, times HIGH
+  float acc[TILES][4];    // channels 16 tile + g and + 8, times SUM
+  float zeros[4];         // of group g of channels: the sum of p zero, times SUM / CODE
 };
 
 // Queries of one (row, head), and the numbers of its kept channels, as they lie in memory: asked for, then brought to
@@ -259,7 +287,7 @@ DEVICE void product(float (&c)[4], u32 x, u32 y, u32 mask, const Scaled &b) {
   if (!PAIRED) product(c, x, y, mask, b.rest);
 }
 
-// Logits of a page's four tiles, times LOW, and of each half the sum of q zero, times HIGH. k, q: addresses in shared
+// Logits of a page's four tiles, times LOGIT, and of each half the sum of q zero, times HIGH. k, q: addresses in shared
 // memory
 DEVICE void logits(float (&s)[4][4], float (&bias)[HALVES][4], u32 k, u32 q, const Bands &n, int lane) {
   int g = lane >> 2, i = lane & 3, room = Bands::room(n.whole);
@@ -273,6 +301,9 @@ DEVICE void logits(float (&s)[4][4], float (&bias)[HALVES][4], u32 k, u32 q, con
       mma(s[w], x.x, y.x, x.y, y.y, b.x, b.y);
     }
   }
+  if (STEP != 1 && room > 0)
+    for (int w = 0; w < 4; w++)
+      for (int c = 0; c < 4; c++) s[w][c] *= STEP;
   k += room * 128, room = Bands::room(n.eight), at = k + g * room + 4 * i;
   u32 scales = k + 64 * room + 16 * i;
 #pragma unroll 1
@@ -322,7 +353,7 @@ DEVICE void logits(float (&s)[4][4], float (&bias)[HALVES][4], u32 k, u32 q, con
       for (int c = 0; c < 4; c++) s[w][c] += __shfl_xor_sync(~0u, s[w][c], 2);
 }
 
-// One step of the online softmax: logits s [TILE][rows], times LOW, become weights as B operands p, times 2^lift.
+// One step of the online softmax: logits s [TILE][rows], over `scale`, become weights as B operands p, times 2^lift.
 template <int N>
 DEVICE void weigh(u32 (&p)[N][2], Rows &rows, const float (&s)[N][4], const float (&bias)[2], float scale, float lift) {
   float safe[2], alpha[2];
@@ -405,6 +436,12 @@ template <int BITS> DEVICE void add_values(Rows &rows, u32 v, u32 (&p)[4][2], in
     for (int w = 0; w < 2; w++) p[w][0] = p[w + 2][0], p[w][1] = p[w + 2][1];
   }
 }
+// Between values in codes and values in numbers
+DEVICE void change_unit(Rows &rows, float by) {
+  if (STEP != 1)
+    for (int tile = 0; tile < TILES; tile++)
+      for (int c = 0; c < 4; c++) rows.acc[tile][c] *= by;
+}
 template <> DEVICE void add_values<16>(Rows &rows, u32 v, u32 (&p)[4][2], int lane) {
   int g = lane >> 2, i = lane & 3;
   for (int tile = 0; tile < TILES; tile++)
@@ -431,14 +468,24 @@ DEVICE void clear_behind(u32 v, int left, int bits, int lane) {
   __syncwarp();
 }
 
-// Tokens [first, last) of a part of pages. of_row, kept: the (row, head)'s queries and channels
-DEVICE void read_pages(const Args &x, Rows &rows, Warp &warp, const u8 *k, const u8 *v, int first, int last,
-                       const Bands &n, const u16 *of_row, const int *kept) {
+// The block that holds a page, which comes before `end`, of the request with the block table `blocks`; without a pool, a
+// part's pages follow each other
+DEVICE int block_of(const int *blocks, int page, int end) { return PAGED && page < end ? blocks[page / EACH] : 0; }
+// Bytes from where pages of K, or of V, begin to a page; size: of it
+DEVICE i64 to_page(const Pool &pool, int block, int page, int size) {
+  return PAGED ? block * pool.stride + page % EACH * pool.page : (i64)page * size;
+}
+
+// Tokens [first, last) of a part of pages; of a pool, positions. of_row, kept: the (row, head)'s queries and channels
+DEVICE void read_pages(const Args &x, Rows &rows, Warp &warp, const u8 *k, const u8 *v, const int *blocks, int first,
+                       int last, const Bands &n, const u16 *of_row, const int *kept) {
   int lane = warp.lane;
   int k_page = n.k_page(), v_page = n.v_page(), page = first / PAGE + warp.number, end = (last + PAGE - 1) / PAGE;
+  int block = block_of(blocks, page, end), ahead = block_of(blocks, page + WARPS, end);
   Staged staged(x, of_row, kept);
-  fetch(warp.k, k + (i64)page * k_page, page < end ? k_page : 0, warp.bars, lane);
-  fetch(warp.v, v + (i64)page * v_page, page < end ? v_page : 0, warp.bars + 8, lane);
+  fetch(warp.k, k + to_page(x.pool, block, page, k_page), page < end ? k_page : 0, warp.bars, lane);
+  fetch(warp.v, v + to_page(x.pool, block, page, v_page), page < end ? v_page : 0, warp.bars + 8, lane);
+  if (n.values == 16) change_unit(rows, 1 / STEP);
   staged.put(warp.raw);
   put_queries(warp.q, warp.raw, n);
 #pragma unroll 1
@@ -448,17 +495,18 @@ DEVICE void read_pages(const Args &x, Rows &rows, Warp &warp, const u8 *k, const
     logits(s, of_zeros, warp.k, warp.q, n, lane);
     __syncwarp();
     int next = page + WARPS, left = last - page * PAGE;
+    block = ahead, ahead = block_of(blocks, next + WARPS, end);
     if (HALVES == 2)  // `weigh` adds what the first half has
       for (int w = 2; w < 4; w++)
-        for (int c = 0; c < 4; c++) s[w][c] += (of_zeros[HALVES - 1][c & 1] - of_zeros[0][c & 1]) * OF_ZEROS;
-    fetch(warp.k, k + (i64)next * k_page, next < end ? k_page : 0, warp.bars, lane);
+        for (int c = 0; c < 4; c++) s[w][c] += (of_zeros[HALVES - 1][c & 1] - of_zeros[0][c & 1]) * CODE;
+    fetch(warp.k, k + to_page(x.pool, block, next, k_page), next < end ? k_page : 0, warp.bars, lane);
     if (left < PAGE) {
       int g = lane >> 2, token = 8 * (g >> 1) + 2 * (g & 1);
       for (int w = 0; w < 4; w++)
         for (int c = 0; c < 4; c++)
           if (32 * (w >> 1) + 4 * (w & 1) + token + (c >> 1) >= left) s[w][c] = NONE;
     }
-    float bias[2] = {of_zeros[0][0] * OF_ZEROS * warp.scale, of_zeros[0][1] * OF_ZEROS * warp.scale};
+    float bias[2] = {of_zeros[0][0] * CODE * warp.scale, of_zeros[0][1] * CODE * warp.scale};
     u32 p[4][2];
     weigh<4>(p, rows, s, bias, warp.scale, n.values == 16 ? LOW_BITS : HIGH_BITS);
     wait_for(warp.bars + 8, warp.phase);
@@ -471,30 +519,49 @@ DEVICE void read_pages(const Args &x, Rows &rows, Warp &warp, const u8 *k, const
       default: add_values<16>(rows, warp.v, p, lane);
     }
     __syncwarp();
-    fetch(warp.v, v + (i64)next * v_page, next < end ? v_page : 0, warp.bars + 8, lane);
+    fetch(warp.v, v + to_page(x.pool, block, next, v_page), next < end ? v_page : 0, warp.bars + 8, lane);
     warp.phase ^= 1;
   }
+  if (n.values == 16) change_unit(rows, STEP);
 }
 
-// Slots [first, last) of a sink (slot = token) or of the window's ring (slot = token mod slots), all channels.
+// Slots [first, last) of a sink (slot = token) or of the window's ring (slot = token mod slots), all channels. In a pool
+// `slots` are the sink's, the window has those behind, `turn` is what lies between them, and `blocks` the block table.
 struct Ends {
   int first, last, slots, start, turn, ahead;
-  DEVICE int token(int slot) const { return turn + slot - (slot > ahead ? slots : 0); }
+  const int *blocks;
+  DEVICE int token(int slot) const {
+    return PAGED ? slot + (slot < slots ? 0 : turn) : turn + slot - (slot > ahead ? slots : 0);
+  }
+  // The block of the token that is the lane's, of a tile
+  DEVICE int block(int at, int lane) const {
+    return PAGED && there(at + lane % ENDS) ? blocks[token(at + lane % ENDS) / REST_BLOCK] : 0;
+  }
   DEVICE bool there(int slot) const { return slot < last && token(slot) >= start; }
   DEVICE bool whole(int at) const {  // whether a tile holds neighbours
     return there(at) && there(at + ENDS - 1) && token(at + ENDS - 1) - token(at) == ENDS - 1;
   }
 };
 DEVICE u32 of_ends(int row, int piece) { return row * D * 2 + ((piece ^ (row & 7)) << 4); }
-DEVICE void fetch_tile(u32 to, const u16 *from, const Ends &ends, int at, bool whole, int lane) {
-  constexpr int PIECES = D / 8, EACH = ENDS * PIECES / 32;
-  if (whole) {
+// block: `Ends::block` of the tile
+DEVICE void fetch_tile(u32 to, const u16 *from, const Pool &pool, const Ends &ends, int at, bool whole, int block,
+                       int lane) {
+  constexpr int PIECES = D / 8, COPIES = ENDS * PIECES / 32;
+  if (PAGED) {
+    for (int j = 0; j < COPIES; j++) {
+      int row = (lane + 32 * j) / PIECES, piece = (lane + 32 * j) % PIECES;
+      i64 page = __shfl_sync(~0u, block, row) * (pool.stride / 2);
+      bool there = ends.there(at + row);
+      int line = there ? ends.token(at + row) % REST_BLOCK * D + 8 * piece : 0;
+      copy16(to + of_ends(row, piece), from + page + line, there);
+    }
+  } else if (whole) {
     from += at * D + 8 * lane;
-    for (int j = 0; j < EACH; j++)
+    for (int j = 0; j < COPIES; j++)
       copy16(to + of_ends((lane + 32 * j) / PIECES, (lane + 32 * j) % PIECES), from + 256 * j);
   } else {
 #pragma unroll 1
-    for (int j = 0; j < EACH; j++) {
+    for (int j = 0; j < COPIES; j++) {
       int row = (lane + 32 * j) / PIECES, piece = (lane + 32 * j) % PIECES;
       bool there = ends.there(at + row);
       copy16(to + of_ends(row, piece), from + (there ? (at + row) * D + 8 * piece : 0), there);
@@ -505,11 +572,13 @@ DEVICE void read_ends(const Args &x, Rows &rows, const Warp &warp, const u16 *k,
                       const int (&position)[2], const u16 *of_row, const int *kept) {
   int lane = warp.lane, g = lane >> 2, at = ends.first + warp.number * ENDS;
   bool whole = ends.whole(at);
+  int block = ends.block(at, lane), ahead = ends.block(at + WARPS * ENDS, lane);
   Staged staged(x, of_row, kept);
-  if (at < ends.last) fetch_tile(warp.k, k, ends, at, whole, lane);
+  if (at < ends.last) fetch_tile(warp.k, k, x.pool, ends, at, whole, block, lane);
   commit();
-  if (at < ends.last) fetch_tile(warp.v, v, ends, at, whole, lane);
+  if (at < ends.last) fetch_tile(warp.v, v, x.pool, ends, at, whole, block, lane);
   commit();
+  change_unit(rows, 1 / STEP);
   staged.put(warp.raw);
   put_plain_queries(warp.q, warp.raw);
 #pragma unroll 1
@@ -517,6 +586,7 @@ DEVICE void read_ends(const Args &x, Rows &rows, const Warp &warp, const u16 *k,
     float s[1][4] = {}, bias[2] = {0, 0};
     int next = at + WARPS * ENDS;
     bool more = next < ends.last, of_next = ends.whole(next);
+    block = ahead, ahead = ends.block(next + WARPS * ENDS, lane);
     wait_for_older();
     for (int step = 0; step < TILES; step++) {
       u32 a[4];
@@ -525,7 +595,7 @@ DEVICE void read_ends(const Args &x, Rows &rows, const Warp &warp, const u16 *k,
       mma(s[0], a[0], a[1], a[2], a[3], b.x, b.y);
     }
     __syncwarp();
-    if (more) fetch_tile(warp.k, k, ends, next, of_next, lane);
+    if (more) fetch_tile(warp.k, k, x.pool, ends, next, of_next, block, lane);
     commit();
     if (!whole || ends.token(at + ENDS - 1) > min(position[0], position[1]))
       for (int c = 0; c < 4; c++) {
@@ -533,7 +603,7 @@ DEVICE void read_ends(const Args &x, Rows &rows, const Warp &warp, const u16 *k,
         if (!ends.there(slot) || ends.token(slot) > position[c & 1]) s[0][c] = NONE;
       }
     u32 p[1][2];
-    weigh<1>(p, rows, s, bias, warp.scale, LOW_BITS);
+    weigh<1>(p, rows, s, bias, warp.scale * STEP, LOW_BITS);
     wait_for_older();
     for (int tile = 0; tile < TILES; tile++) {
       u32 a[4];
@@ -541,17 +611,18 @@ DEVICE void read_ends(const Args &x, Rows &rows, const Warp &warp, const u16 *k,
       mma(rows.acc[tile], a[0], a[1], a[2], a[3], p[0][0], p[0][1]);
     }
     __syncwarp();
-    if (more) fetch_tile(warp.v, v, ends, next, of_next, lane);
+    if (more) fetch_tile(warp.v, v, x.pool, ends, next, of_next, block, lane);
     commit();
     whole = of_next;
   }
+  change_unit(rows, STEP);
   hand_over();
 }
 
 DEVICE void write(const Args &x, i64 row, i64 head, int r, int d, float4 sum) {
   i64 token = r / GROUP;
   if (r >= GROUP * x.queries) return;
-  bool real = x.position[row * x.queries + token] >= 0;
+  bool real = PAGED || x.position[row * x.queries + token] >= 0;
   uint2 found = {real ? pair(sum.x, sum.y) : 0, real ? pair(sum.z, sum.w) : 0};
   i64 to = ((row * x.queries + token) * (x.heads * GROUP) + head * GROUP + r % GROUP) * D + d;
   *(uint2 *)(x.out + to) = found;
@@ -616,11 +687,11 @@ DEVICE void finish(const Args &x, Rows &rows, float *own, float *first, int stri
     for (int r = 0; r < 2; r++) stats[warp * 8 + 2 * i + r] = {rows.most[r], rows.sum[r]};
   for (int group = 0; group < GROUPS; group++)
     for (int r = 0; r < 2; r++) {
-      float zeros = __shfl_sync(~0u, rows.zeros[r], 4 * group + i) * OF_ZEROS;
+      float zeros = __shfl_sync(~0u, rows.zeros[r], 4 * group + i) * CODE;
       for (int tile = CELL / 16 * group; tile < CELL / 16 * (group + 1); tile++)
         for (int c = r; c < 4; c += 2) {
           float *to = own + (2 * i + r) * D + 16 * tile + g + 8 * (c >> 1);
-          if (2 * i + r < ROWS) *to = (rows.acc[tile][c] + zeros) * (1 / LOW);
+          if (2 * i + r < ROWS) *to = (rows.acc[tile][c] + zeros) * (1 / SUM);
         }
     }
   __syncthreads();
@@ -664,17 +735,17 @@ DEVICE void finish(const Args &x, Rows &rows, float *own, float *first, int stri
 extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode(
     const u16 *base, const i64 *table, const int *index, const i64 *seen, const i64 *start, const i64 *tail,
     const u16 *queries, const i64 *position, u16 *out, float *partial, float *stat, int *done, int index_b, int q_b,
-    int q_h, int q_t, int tokens, int slots, int heads, int k_room, int v_room, int scaling) {
+    int q_h, int q_t, int tokens, int slots, int heads, int k_room, int v_room, int scaling, const Pool pool) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ float2 stats[WARPS * 8];
   __shared__ i64 barriers[WARPS * 2];  // of K and of V of each warp
   const Args x = {base, table, index, seen, start, tail, queries, position, out, partial, stat, done,
-                  index_b, q_b, q_h, q_t, tokens, slots, heads};
+                  index_b, q_b, q_h, q_t, tokens, slots, heads, pool};
   int number_of_warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   u8 *own = memory + number_of_warp * (k_room + v_room);
   u32 q = shared_address(memory + WARPS * (k_room + v_room)), k = shared_address(own);
   Warp warp = {number_of_warp, lane, k, k + k_room, q, q + (D / 16 + 3) * 256,
-               shared_address(barriers + 2 * number_of_warp), 0, __int_as_float(scaling) * (1 / LOW)};
+               shared_address(barriers + 2 * number_of_warp), 0, __int_as_float(scaling) * (1 / LOGIT)};
   if (lane == 0) open_barrier(warp.bars), open_barrier(warp.bars + 8);
   __syncwarp();
   Rows rows;
@@ -698,19 +769,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode(
     const int *kept = x.index + row * x.index_b + head * D;
     if (line == blockIdx.x) wait_for_previous_kernel();  // which does not write the schedule
     if (kind <= WINDOW) {
-      int seen = (int)x.seen[row], newest = seen - 1, slots = x.slots;
+      int seen = PAGED ? x.pool.lengths[row] : (int)x.seen[row], newest = seen - 1, slots = x.slots;
       Ends ends = {first, min(last, seen), slots, 0, 0, min(last, seen)};
-      if (kind == WINDOW) ends.start = (int)x.start[row], ends.ahead = newest % slots, ends.turn = newest - ends.ahead;
-      int position[2];
-      for (int r = 0; r < 2; r++) {
+      int position[2] = {0x7FFFFFFF, 0x7FFFFFFF};
+      if (PAGED) {
+        int window = newest - x.pool.window;
+        ends.slots = min(x.pool.sink, seen), ends.blocks = x.pool.rest + row * x.pool.rest_b;
+        ends.turn = max(0, (window > 0 ? window / PAGE * PAGE : 0) - ends.slots);
+      } else if (kind == WINDOW) {
+        ends.start = (int)x.start[row], ends.ahead = newest % slots, ends.turn = newest - ends.ahead;
+      }
+      for (int r = 0; r < 2 && !PAGED; r++) {
         int at = 2 * (lane & 3) + r;
         position[r] = at < GROUP * x.queries ? (int)x.position[row * x.queries + at / GROUP] : 0x7FFFFFFF;
       }
       read_ends(x, rows, warp, x.base + k_at, x.base + v_at, ends, position, of_row, kept);
     } else {
       if (kind == TAIL) last = min(last, (int)x.tail[row * x.heads + head]);
+      if (PAGED) first += x.pool.sink, last += x.pool.sink;
       const u8 *codes = (const u8 *)x.base;
-      read_pages(x, rows, warp, codes + k_at, codes + v_at, first, last, n, of_row, kept);
+      const int *blocks = PAGED ? x.pool.kept + row * x.pool.kept_b : nullptr;
+      read_pages(x, rows, warp, codes + k_at, codes + v_at, blocks, first, last, n, of_row, kept);
     }
     if (partials > 0)
       finish(x, rows, (float *)own, (float *)memory, (k_room + v_room) / 4, stats, row, head, partials,
