@@ -122,11 +122,12 @@ def scaled_positions(config: PreTrainedConfig) -> int | None:
     if limit is None:
         return None
     ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in [ropes, *(one for one in ropes.values() if isinstance(one, dict))]:  # some have one for each layer type
-        before, factor = rope.get("original_max_position_embeddings") or limit, rope.get("factor")
-        if isinstance(factor, int | float) and rope.get("rope_type", "default") != "default":
-            limit = max(limit, int(before * factor))
-    return limit
+    scaled = [
+        int((rope.get("original_max_position_embeddings") or limit) * factor)
+        for rope in (ropes, *(one for one in ropes.values() if isinstance(one, dict)))  # some have one per layer type
+        if isinstance(factor := rope.get("factor"), int | float) and rope.get("rope_type", "default") != "default"
+    ]
+    return max([limit, *scaled])
 
 
 def architecture(config: PreTrainedConfig) -> str:

@@ -19,6 +19,7 @@ from leank.eval.cache import compressed_cache
 from leank.eval.cache.attention.backend import why_not_shape
 from leank.eval.cache.attention.kernels import HEAD_DIMS
 from leank.eval.cache.attention.softmax import Softmax
+from leank.eval.inference.prefill import check_layers
 from leank.eval.methods import build_method
 from leank.eval.methods.memory import dense_bytes, method_bytes
 from leank.eval.report.tables import size
@@ -174,10 +175,12 @@ def advice(
     if server:
         coded = bits and kv_shape(config).head_dim in HEAD_DIMS["codes"]
         other = "dense" if not (trains and served) else "a layout of bits" if coded else "a mask, LeanK 70%"
-        unsafe = f"keys reach {keys.peak:.0f}, for which FP8 is too coarse: take {other}."
+        beyond = f"keys reach {keys.peak:.0f}, beyond FP8's largest number: take {other}."
+        coarse = f"FP8 rounds channels of K by more than the text moves them: take {other}."
         unknown = f"nothing bounds the model's keys for FP8: take {other}, or look with --probe."
-        found = {"safe": "FP8 holds the model's keys: take FP8.", "unknown": unknown}
-        return f"{what}{crowd}, and {found.get(keys.fp8, unsafe)}"
+        safe = "FP8 holds the model's keys: take FP8."
+        found = {"safe": safe, "unknown": unknown, "coarse": coarse, "saturates": beyond}
+        return f"{what}{crowd}, and {found[keys.fp8]}"
     budget = next((b for b in BUDGETS if fits[f"layout {b:g}"]), None)
     if bits and budget is None:
         most = max(0, memory - all_weights) // of[f"layout {BUDGETS[-1]:g}"]
@@ -267,12 +270,18 @@ def examine(
     lines = [f"model       {name}: {config.model_type}, {numbers / 1e6:,.0f}M weights, {positions(config):,} positions"]
     if not found["cache"].startswith("yes") or not dense_bytes(config, 1, ITEMSIZE):  # nothing to compress
         return "\n".join([*lines, *(f"{question:12}{answer}" for question, answer in found.items())])
-    keys = of_files(name, config)
-    keys = joined(keys, of_text(name)) if probe else keys
+    keys, unread = of_files(name, config), []
+    if probe:
+        try:
+            check_layers(config)
+        except ValueError as error:
+            unread = [f"probe       no: {in_one_line(str(error))}"]
+        else:
+            keys = joined(keys, of_text(name))
     shape, (sink, window) = kv_shape(config), sizes(config, gpu)
     lines.append(f"K cache     {shape.layers} layers x {shape.kv_heads} KV heads x {shape.head_dim} channels")
     lines += [f"{question:12}{answer}" for question, answer in found.items()]
-    lines += keys.said()
+    lines += keys.said() + unread
     beyond, limit = [n for n in lengths if n > positions(config)], positions(config)
     fine = [n for n in lengths if n <= limit]
     fine = fine or ([] if beyond else [n for n in (2048, 8192, 32768, 131072) if n <= limit] or [limit])

@@ -2,8 +2,11 @@
 
 A bias stands in every key. RoPE turns a pair of its channels on a circle, so at some positions a channel is as large as
 the pair's norm, and what the text adds comes on top. A norm of K bounds its keys instead: RMSNorm leaves n channels a
-norm of sqrt(n), so that none is beyond sqrt(n) max |w|. FP8 (E4M3) has numbers up to 448, and three bits after the
-leading one: from 128 on its numbers lie 16 and more apart, which no scale of a tensor changes for its largest channels.
+norm of sqrt(n), so that none is beyond sqrt(n) max |w|.
+
+FP8 (E4M3) has numbers up to 448, and three bits after the leading one, so that it rounds a number by up to a sixteenth
+of it. In a channel that is a constant plus what a text says, the constant sets the error, at any scale: where the error
+is larger than the channel's deviation over a text's tokens, rounding tells more than the text.
 """
 
 from __future__ import annotations
@@ -22,14 +25,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from leank import backbone
 from leank.data_gen import haystack
-from leank.eval.methods.bits.fp8 import LARGEST
+from leank.eval.methods.bits.fp8 import FORMAT, LARGEST
 from leank.rotary import rotary_pairs
 from leank.shape import DecoderShape, kv_shape
 from leank.shipped import resolve
 
-COARSE = 128.0  # from here on FP8's numbers lie 16 and more apart
-OUTLIER = 10.0  # times the median channel of its layer
+OUTLIER = 10.0  # times the median channel of its layer, of those whose size is known
 PROBED = 512  # tokens of the text
+FIRST = 4  # of them, whose keys are unlike all others
 BIAS = re.compile(r"(?:^|\.)layers\.(\d+)\.\w+\.(k_proj|qkv_proj)\.bias$")
 NORM = re.compile(r"(?:^|\.)layers\.(\d+)\.\w+\.k_(?:layer)?norm\.(weight|bias)$")
 TOWER = re.compile("vision|visual|audio")  # beside the decoder
@@ -44,12 +47,14 @@ class KeySizes:
     bound: what no key of any layer is beyond, None = not known
     source: where this is from, as a message says it
     read: whether keys of a text were looked at
+    lost: layers with a channel that FP8 rounds by more than it varies over the text, root mean squares
     """
 
     largest: Tensor
     bound: float | None
     source: str
     read: bool = False
+    lost: tuple[int, ...] = ()
 
     @property
     def peak(self) -> float:
@@ -58,16 +63,16 @@ class KeySizes:
 
     @property
     def outliers(self) -> list[int]:
-        """Layers with a channel that is many times as large as their median channel, and beyond `COARSE`."""
-        peaks = self.largest.amax(1)
-        return ((peaks > OUTLIER * self.largest.median(1).values) & (peaks > COARSE)).nonzero()[:, 0].tolist()
+        """Layers with a channel that is many times as large as their median channel."""
+        medians = self.largest.where(self.largest > 0, torch.nan).nanmedian(1).values
+        return (self.largest.amax(1) > OUTLIER * medians).nonzero()[:, 0].tolist()
 
     @property
     def fp8(self) -> str:
         """Whether FP8 at scale 1 holds the keys: "saturates", "coarse", "safe" or "unknown"."""
         if self.peak > LARGEST:
             return "saturates"
-        if self.peak > COARSE:
+        if self.lost:
             return "coarse"
         return "safe" if self.read or self.bounded else "unknown"
 
@@ -85,10 +90,11 @@ class KeySizes:
         found = (
             f"outliers of {peaks}{more}" if layers else f"channels reach {self.peak:.3g}" if self.peak else "no size"
         )
+        lost = ", ".join(map(str, self.lost[:4])) + (" and others" if len(self.lost) > 4 else "")
         cure = "take bits with a scale for each channel (KIVI, a layout) or a mask; calibrated scales do not help"
         fp8 = {
             "saturates": f"no: keys beyond its largest number, 448, saturate at scale 1; {cure}",
-            "coarse": f"no: at such sizes its numbers lie 16 or more apart, whatever the scale; {cure}",
+            "coarse": f"no: in layers {lost} it rounds channels by more than the text moves them; {cure}",
             "safe": "holds these keys at scale 1" + ("" if self.bounded else "; longer texts may have larger ones"),
             "unknown": "not known: weights alone do not bound these keys; --probe reads those of one short text",
         }
@@ -153,14 +159,22 @@ def of_text(name: str) -> KeySizes:
     ids = torch.tensor([lm.encode_context(text[: 8 * PROBED])[: min(PROBED, limit)]], device=lm.model.device)
     with torch.no_grad():
         found = prefill(lm.model, ids, None, 0)
-    largest = torch.stack([layer.keys[0].float().abs().amax(1).flatten().cpu() for layer in found.layers])
-    return KeySizes(largest, None, f"from a text of {ids.shape[1]} tokens", read=True)
+    keys = [layer.keys[0].float().cpu() for layer in found.layers]
+    largest = torch.stack([k.abs().amax(1).flatten() for k in keys])
+    lost = tuple(i for i, k in enumerate(keys) if bool((_fp8_error(k) > k[:, FIRST:].std(1)).any()))
+    return KeySizes(largest, None, f"from a text of {ids.shape[1]} tokens", True, lost)
+
+
+def _fp8_error(k: Tensor) -> Tensor:
+    """Return by how much FP8 at scale 1 changes each channel, root mean square over tokens: [H, T, D] -> [H, D]."""
+    k = k[:, FIRST:].clamp(-LARGEST, LARGEST)
+    return (k.to(FORMAT).float() - k).square().mean(1).sqrt()
 
 
 def joined(files: KeySizes, text: KeySizes) -> KeySizes:
     """Return what both say: of each channel the larger size."""
     largest = torch.maximum(files.largest, text.largest)
-    return KeySizes(largest, files.bound, f"{files.source}, and {text.source}", read=True)
+    return KeySizes(largest, files.bound, f"{files.source}, and {text.source}", True, text.lost)
 
 
 def _files(name: str) -> list[Path]:

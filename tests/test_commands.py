@@ -104,10 +104,15 @@ def test_settings_are_those_of_the_configuration(module, given):
         assert compose(CONFIGS[module], overrides)
 
 
+BENCHMARKS = sorted(
+    file.stem for file in ROOT.glob("scripts/bench/*.py") if "__main__" in file.read_text(encoding="utf-8")
+)
 HELPFUL = (
     "leank_train", "leank_train doctor", "leank_train share", "leank.eval", "leank.eval report", "leank.eval diff",
     "leank.eval.papers", "leank.eval.lm_eval", "leank.eval.serving.serve", "leank.eval.serving.plan",
-    "leank.data_gen", "scripts.sweep",
+    "leank.data_gen", "scripts.sweep", "scripts.wandb_workspace", "scripts.analyses",
+    "scripts.reference_model.pretrain",
+    *(f"scripts.bench.{name}" for name in BENCHMARKS),
 )  # fmt: skip
 
 

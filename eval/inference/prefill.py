@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from leank.data_gen.amount import amount
@@ -165,6 +165,13 @@ class Prefill:
 
 
 @torch.no_grad()
+def check_layers(config: PreTrainedConfig) -> None:
+    """Raise ValueError for a decoder with layers that hold no K and V, such as those of linear attention."""
+    for index, layer in enumerate(DynamicCache(config=config).layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise ValueError(f"layer {index} of {config.model_type} uses {type(layer).__name__}: no K and V to replay")
+
+
 def prefill(
     model: PreTrainedModel,
     ids: Tensor,
@@ -185,14 +192,11 @@ def prefill(
     if config._attn_implementation != ATTENTION:
         model.set_attn_implementation(ATTENTION)
     columns = ids.shape[1]
-    layers: list[Any] = []
-    for index, layer in enumerate(DynamicCache(config=config).layers):
-        if type(layer) is DynamicLayer:
-            layers.append(PromptLayer(columns + room, obs_queries, column_sums))
-        elif type(layer) is DynamicSlidingWindowLayer:
-            layers.append(layer)
-        else:
-            raise ValueError(f"layer {index} of {config.model_type} uses {type(layer).__name__}: no K and V to replay")
+    check_layers(config)
+    layers: list[Any] = [
+        PromptLayer(columns + room, obs_queries, column_sums) if type(layer) is DynamicLayer else layer
+        for layer in DynamicCache(config=config).layers
+    ]
     cache = Cache(layers=layers)
     logits = extend(model, cache, ids, real, chunk)
     for layer in layers:

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, with_config
 from torch.serialization import MAP_LOCATION
 from typing_extensions import TypedDict
 
-from leank.errors import in_one_line
+from leank.errors import in_one_line, out_of_memory
 from leank.files import write_bytes
 from leank.tensor_files import DamagedFile, read_checkpoint, write_checkpoint
 from leank.typed import STRICT, BadConfig
@@ -43,13 +43,17 @@ def cure_of(path: str | Path) -> str:
 def restoring(path: str | Path, cure: str, within: str = "") -> Iterator[None]:
     """Raise DamagedFile for a checkpoint with other parts than a stage leaves now, as another version may have left.
 
+    Parts that lack, or are of another type or shape, raise what is caught here. Assertions, a full disk and a lack of
+    memory pass.
+
     within: the end of a module's name, outside of which errors have other causes.
     """
     try:
         yield
-    except Exception as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
-        if isinstance(error, DamagedFile | BadConfig) or not any(module.endswith(within) for module in modules):
+        mine = isinstance(error, DamagedFile | BadConfig) or out_of_memory(error)
+        if mine or not any(module.endswith(within) for module in modules):
             raise
         said = f"{type(error).__name__}: {in_one_line(str(error))[:200]}"
         raise DamagedFile(path, f"it holds what no stage leaves ({said})", cure) from error

@@ -15,27 +15,32 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
-import pandas as pd
-from hydra import compose, initialize_config_module
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import ValidationError
-
 from leank.cli import ending
-from leank.eval.inference.models import ModelConfig
-from leank.eval.report.style import png
-from leank.files import write_bytes, write_text
-from leank.typed import typed
-from scripts.analyses import ANALYSES, draw
-from scripts.analyses.source import Source
+from scripts.analyses import NAMES, analysis_of
 
 NO_MODEL = "model=null"
 
 
-def run(name: str, out: Path, given: Sequence[str]) -> pd.DataFrame:
-    """Measure and draw one analysis into `out`; `given` are its settings and overrides of python -m leank.eval."""
-    measure, panels = ANALYSES[name]
+def run(name: str, out: Path, given: Sequence[str]) -> int:
+    """Measure and draw one analysis into `out`, and return the rows of its table.
+
+    given: its settings, and overrides of python -m leank.eval
+    """
+    # seconds to import
+    from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from pydantic import ValidationError
+
+    from leank.eval.inference.models import ModelConfig
+    from leank.eval.report.style import png
+    from leank.files import write_bytes, write_text
+    from leank.typed import typed
+    from scripts.analyses.source import Source
+    from scripts.analyses.table import draw
+
+    measure, panels = analysis_of(name)
     own = list(signature(measure).parameters)[1:]
     settings = OmegaConf.to_container(OmegaConf.from_dotlist([one for one in given if one.partition("=")[0] in own]))
     overrides = [one for one in given if one.partition("=")[0] not in own and one != NO_MODEL]
@@ -53,7 +58,7 @@ def run(name: str, out: Path, given: Sequence[str]) -> pd.DataFrame:
         raise ValueError(f"{'.'.join(map(str, first['loc']))}={first['input']!r}: {first['msg']}") from None
     write_text(out / "rows.csv", table.to_csv(index=False))
     write_bytes(out / "figure.png", png(draw(table, panels)))
-    return table
+    return len(table)
 
 
 def main() -> None:
@@ -61,15 +66,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.analyses", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", choices=sorted(ANALYSES), metavar="NAME", help=", ".join(sorted(ANALYSES)))
+    parser.add_argument("name", choices=sorted(NAMES), metavar="NAME", help=", ".join(sorted(NAMES)))
     parser.add_argument("out", type=Path, metavar="OUT", help="folder of rows.csv and figure.png")
     parser.add_argument("given", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
     if wrong := [one for one in arguments.given if "=" not in one]:
         sys.exit(f"scripts.analyses: {wrong[0]} is no key=value")
     with ending("scripts.analyses"):
-        table = run(arguments.name, arguments.out, arguments.given)
-        print(f"{len(table)} rows: {arguments.out / 'rows.csv'}")
+        rows = run(arguments.name, arguments.out, arguments.given)
+        print(f"{rows} rows: {arguments.out / 'rows.csv'}")
 
 
 if __name__ == "__main__":

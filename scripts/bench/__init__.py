@@ -1,1 +1,3 @@
-"""Measurements of time, memory and quality, a folder for each subject: python -m scripts.bench.FOLDER.NAME OUT."""
+"""Measurements of time, memory and quality: python -m scripts.bench.NAME OUT."""
+
+SHAPES = ("llama8b", "reference")  # models: random weights on a GPU, and the shipped one

@@ -30,6 +30,24 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+
+def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["layers", "packed", "layouts", "dims", "means"])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--step", type=int, help="every so many layers; default: layers 1, packed and means 8")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="packed, layouts, dims: of the batch")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[4096, 16384, 32768], help="layouts, dims: tokens of a row"
+    )
+    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 192, 256], help="dims: channels of a head")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parsed()  # --help and refusals come before what takes seconds to import
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -297,16 +315,7 @@ def dense(row: Record, shape: Shape) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["layers", "packed", "layouts", "dims", "means"])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--step", type=int, help="every so many layers; default: layers 1, packed and means 8")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64], help="packed, layouts, dims: of the batch")
-    parser.add_argument(
-        "--contexts", type=int, nargs="+", default=[4096, 16384, 32768], help="layouts, dims: tokens of a row"
-    )
-    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 192, 256], help="dims: channels of a head")
-    args = parser.parse_args(argv)
+    args = parsed(argv)
     if not torch.cuda.is_available():
         raise SystemExit("these measurements need a CUDA device")
     torch.manual_seed(0)

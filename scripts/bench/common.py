@@ -27,7 +27,6 @@ ROOT = Path(__file__).resolve().parents[2]
 MASKS = ROOT / "leank_train/assets/masks/published"
 LLAMA, QWEN = "llama3.1-8b-instruct.pth", "qwen2.5-7b-instruct.pth"
 DIM, DTYPE = 128, torch.bfloat16  # of a head of either model, and of its cache
-SHAPES = ("llama8b", "reference")
 ROOM = 16  # tokens that a cache has room for beside the prompt and the timed steps
 WORK_SPACE = 4e9  # bytes left beside the caches where they fill the GPU: activations, tables, a part that is growing
 WARM_UP, PROFILED = 3, 4  # steps before those that are timed, and steps under the profiler after them

@@ -21,6 +21,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from scripts.bench import SHAPES
+
+CASES = ("1x32768", "8x16384", "32x8192")
+LOOPS = ("model.generate", "cache.generate")
+
+
+def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["generate", "memory"])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="llama8b", help="generate")
+    parser.add_argument("--case", nargs="+", default=CASES, help="generate: ROWSxTOKENS of the prompt")
+    parser.add_argument("--new", type=int, default=192, help="generate: tokens that are timed")
+    parser.add_argument("--warm-up", type=int, default=16, help="generate: tokens before those that are timed")
+    parser.add_argument("--only", nargs="*", help="generate: names of caches; default all")
+    parser.add_argument("--loops", nargs="+", default=LOOPS, choices=LOOPS, help="generate")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="memory: rows")
+    parser.add_argument("--context", type=int, default=32768, help="memory: tokens of a row")
+    parser.add_argument("--layers", type=int, help="memory: only the first layers of the mask")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parsed()  # --help and refusals come before what takes seconds to import
+
 import torch
 from torch import Tensor
 from transformers import Cache, CompileConfig, DynamicCache, PreTrainedModel, StaticCache
@@ -35,10 +61,8 @@ from leank.eval.cache.storage.middle import Middle
 from leank.mask import ChannelMask
 from leank.shape import kv_shape
 from leank.versions import CACHE
-from scripts.bench.common import DIM, DTYPE, LLAMA, MASKS, SHAPES, Record, Table, clear, now, subject
+from scripts.bench.common import DIM, DTYPE, LLAMA, MASKS, Record, Table, clear, now, subject
 
-CASES = ("1x32768", "8x16384", "32x8192")
-LOOPS = ("model.generate", "cache.generate")
 OURS = ("LeanK", "own cache, nothing pruned")
 REPEATS = 2  # calls of each length
 WEIGHTS = 16.1e9  # bytes of Llama-3.1-8B in bf16
@@ -208,19 +232,7 @@ def memory_cases(args: argparse.Namespace, table: Table) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["generate", "memory"])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="llama8b", help="generate")
-    parser.add_argument("--case", nargs="+", default=CASES, help="generate: ROWSxTOKENS of the prompt")
-    parser.add_argument("--new", type=int, default=192, help="generate: tokens that are timed")
-    parser.add_argument("--warm-up", type=int, default=16, help="generate: tokens before those that are timed")
-    parser.add_argument("--only", nargs="*", help="generate: names of caches; default all")
-    parser.add_argument("--loops", nargs="+", default=LOOPS, choices=LOOPS, help="generate")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="memory: rows")
-    parser.add_argument("--context", type=int, default=32768, help="memory: tokens of a row")
-    parser.add_argument("--layers", type=int, help="memory: only the first layers of the mask")
-    args = parser.parse_args(argv)
+    args = parsed(argv)
     keys = ("cache", "batch", "prompt", "loop") if args.action == "generate" else ("batch", "context")
     table = Table(args.out / f"{args.action}.csv", keys)
     (generate_cases if args.action == "generate" else memory_cases)(args, table)

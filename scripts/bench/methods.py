@@ -55,6 +55,34 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+from scripts.bench import SHAPES
+
+
+def batch(text: str) -> int | str:
+    """A number of rows, or "largest"."""
+    return text if text == "largest" else int(text)
+
+
+def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="llama8b")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32768], help="prompt tokens")
+    parser.add_argument("--batches", type=batch, nargs="+", default=[1], help="rows, or the word largest")
+    parser.add_argument("--new", type=int, default=32, help="tokens that are timed; 32 = one flush of the window")
+    parser.add_argument("--window", type=int, help="tokens at the end that stay whole, in methods that name no window")
+    parser.add_argument("--methods", nargs="+", help="of conf/method; papers/NAME for a preset; default: all")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the methods, as in eval")
+    parser.add_argument("--fuse", action="store_true", help="norms and MLPs through torch.compile")
+    parser.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True,
+                        help="look where a step's time goes")  # fmt: skip
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parsed()  # --help and refusals come before what takes seconds to import
+
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
@@ -72,7 +100,6 @@ from leank.eval.run.replay import Replay, Settings
 from scripts.bench.common import (
     PROFILED,
     ROOM,
-    SHAPES,
     WARM_UP,
     WORK_SPACE,
     Decoding,
@@ -383,26 +410,9 @@ def kinds(methods: Sequence[Method]) -> Iterator[list[Method]]:
     yield from found.values()
 
 
-def batch(text: str) -> int | str:
-    """A number of rows, or "largest"."""
-    return text if text == "largest" else int(text)
-
-
-def main(argv: list[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="llama8b")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[32768], help="prompt tokens")
-    parser.add_argument("--batches", type=batch, nargs="+", default=[1], help="rows, or the word largest")
-    parser.add_argument("--new", type=int, default=32, help="tokens that are timed; 32 = one flush of the window")
-    parser.add_argument("--window", type=int, help="tokens at the end that stay whole, in methods that name no window")
-    parser.add_argument("--methods", nargs="+", help="of conf/method; papers/NAME for a preset; default: all")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of the methods, as in eval")
-    parser.add_argument("--fuse", action="store_true", help="norms and MLPs through torch.compile")
-    parser.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True,
-                        help="look where a step's time goes")  # fmt: skip
-    args = parser.parse_args(argv)
+    args = parsed(argv)
     model, mask, sizes = subject(args.shape)
     for module in model.modules():
         if args.fuse and type(module).__name__.endswith(("RMSNorm", "MLP")):

@@ -46,28 +46,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import PreTrainedModel
-
-from leank import backbone
-from leank.eval.benchmarks.ruler import Ruler
-from leank.eval.cache import compressed_cache
-from leank.eval.serving import check
-from leank.eval.serving.settings import ServerSettings
-from leank.mask import ChannelMask
 from leank.shipped import resolve
-from leank.versions import CACHE
-
-if TYPE_CHECKING:
-    from aiohttp import ClientSession
 
 REFERENCE = Path(resolve("reference"))
 MASK = REFERENCE / "mask_70pct.safetensors"
-TASKS = ("niah_single_2", "niah_multikey_2", "niah_multivalue", "vt")
-LENGTHS = (800, 1200, 1600)
-LAST = (8, 40, 150, 400, 2000, 2000, 2000)  # tokens that stay of a prompt, counted from its end
-REPLY = 32
-PREEMPT_EVERY = 12  # steps
 WHOLE = {
     "enable_chunked_prefill": False, "enable_prefix_caching": False, "max_num_batched_tokens": 4096,
     "kv_cache_memory_bytes": 2**28,
@@ -80,8 +62,70 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "crowded": {**WHOLE, "kv_cache_memory_bytes": 2**25},
     "stock": {**WHOLE, "kv_cache_memory_bytes": 2**25},
 }
-WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 AT_ONCE = 32  # requests under way at a time
+
+
+def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of the command line, `argv` or those of this process; ends the process where they do not fit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["same", "load", "offline", "speed"])
+    parser.add_argument("where", metavar="OUT|URL", help="load: of the server; else a folder")
+    parser.add_argument("variant", nargs="?", choices=["cache", *VARIANTS], help="same")
+    parser.add_argument("--requests", type=int, nargs="+", default=[200], help="offline: one, or one per --at-once")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--block-size", type=int, default=32, help="of same, offline and speed")
+    parser.add_argument("--dtype", default="float32", help="of same, offline and speed")
+    parser.add_argument("--mask", type=Path, default=MASK, help="of same, offline and speed")
+    parser.add_argument("--model", default=str(REFERENCE), help="offline, speed: a folder")
+    parser.add_argument("--stock", action="store_true", help="offline, speed: without the mask")
+    parser.add_argument("--settings", default="{}", help="more settings of vllm.LLM, as JSON")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[AT_ONCE], help="offline: requests under way")
+    parser.add_argument(
+        "--batches", nargs="+", default=["1x1024", "4x1024"], help="speed: requests x tokens of a prompt"
+    )
+    parser.add_argument(
+        "--rate", type=float, nargs="+", default=[4], help="offline: requests that arrive in a second, as --requests"
+    )
+    parser.add_argument("--seconds", type=float, default=0, help="offline: of loads with other seeds, per --at-once")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", help="offline, speed: of K and V in vLLM's cache, such as fp8 with --stock"
+    )
+    parser.add_argument("--lengths", type=int, nargs=2, default=(512, 2048), help="offline: tokens of a prompt")
+    parser.add_argument("--reply", type=int, default=64, help="offline: most tokens of a reply")
+    parser.add_argument("--cancel", type=float, default=0.2, help="offline: share of requests")
+    args = parser.parse_args(argv)
+    for name in ("requests", "rate"):
+        given = len(getattr(args, name))
+        if given != 1 and (args.action != "offline" or given != len(args.at_once)):
+            parser.error(f"--{name} has {given} values: give one, or with offline one per value of --at-once")
+    if args.kv_cache_dtype != "auto" and not args.stock:
+        parser.error(f"--kv-cache-dtype {args.kv_cache_dtype}: the cache of a mask has the model's dtype; add --stock")
+    return args
+
+
+if __name__ == "__main__":
+    parsed()  # --help and refusals come before what takes seconds to import
+
+import torch
+from transformers import PreTrainedModel
+
+from leank import backbone
+from leank.eval.benchmarks.ruler import Ruler
+from leank.eval.cache import compressed_cache
+from leank.eval.serving import check
+from leank.eval.serving.settings import ServerSettings
+from leank.mask import ChannelMask
+from leank.versions import CACHE
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
+
+TASKS = ("niah_single_2", "niah_multikey_2", "niah_multivalue", "vt")
+LENGTHS = (800, 1200, 1600)
+LAST = (8, 40, 150, 400, 2000, 2000, 2000)  # tokens that stay of a prompt, counted from its end
+REPLY = 32
+PREEMPT_EVERY = 12  # steps
+WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 PATIENCE = 60  # seconds until the server has freed what cancelled requests held
 PROBES = 8  # prompts whose replies are compared before, during and after a load
 PREFIXES = 4  # shared prefixes, each half as long as the shortest prompt
@@ -534,44 +578,6 @@ def loaded(args: argparse.Namespace) -> None:
                 print(row, file=file, flush=True)
                 print(row, flush=True)
                 seed += 1
-
-
-def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments of the command line, `argv` or those of this process; ends the process where they do not fit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["same", "load", "offline", "speed"])
-    parser.add_argument("where", metavar="OUT|URL", help="load: of the server; else a folder")
-    parser.add_argument("variant", nargs="?", choices=["cache", *VARIANTS], help="same")
-    parser.add_argument("--requests", type=int, nargs="+", default=[200], help="offline: one, or one per --at-once")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--block-size", type=int, default=32, help="of same, offline and speed")
-    parser.add_argument("--dtype", default="float32", help="of same, offline and speed")
-    parser.add_argument("--mask", type=Path, default=MASK, help="of same, offline and speed")
-    parser.add_argument("--model", default=str(REFERENCE), help="offline, speed: a folder")
-    parser.add_argument("--stock", action="store_true", help="offline, speed: without the mask")
-    parser.add_argument("--settings", default="{}", help="more settings of vllm.LLM, as JSON")
-    parser.add_argument("--at-once", type=int, nargs="+", default=[AT_ONCE], help="offline: requests under way")
-    parser.add_argument(
-        "--batches", nargs="+", default=["1x1024", "4x1024"], help="speed: requests x tokens of a prompt"
-    )
-    parser.add_argument(
-        "--rate", type=float, nargs="+", default=[4], help="offline: requests that arrive in a second, as --requests"
-    )
-    parser.add_argument("--seconds", type=float, default=0, help="offline: of loads with other seeds, per --at-once")
-    parser.add_argument(
-        "--kv-cache-dtype", default="auto", help="offline, speed: of K and V in vLLM's cache, such as fp8 with --stock"
-    )
-    parser.add_argument("--lengths", type=int, nargs=2, default=(512, 2048), help="offline: tokens of a prompt")
-    parser.add_argument("--reply", type=int, default=64, help="offline: most tokens of a reply")
-    parser.add_argument("--cancel", type=float, default=0.2, help="offline: share of requests")
-    args = parser.parse_args(argv)
-    for name in ("requests", "rate"):
-        given = len(getattr(args, name))
-        if given != 1 and (args.action != "offline" or given != len(args.at_once)):
-            parser.error(f"--{name} has {given} values: give one, or with offline one per value of --at-once")
-    if args.kv_cache_dtype != "auto" and not args.stock:
-        parser.error(f"--kv-cache-dtype {args.kv_cache_dtype}: the cache of a mask has the model's dtype; add --stock")
-    return args
 
 
 def main() -> None:

@@ -34,17 +34,38 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from leank.shipped import resolve
+
+CACHES = ("auto", "fp8", "int4_per_token_head", "turboquant_4bit_nc", "15", "20", "31")
+BATCHES = ("64x4096", "8x32768", "1x130000")
+
+
+def parsed() -> argparse.Namespace:
+    """The arguments of the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--model", default=resolve("reference"), help="a folder")
+    parser.add_argument("--caches", nargs="+", default=CACHES)
+    parser.add_argument("--batches", nargs="*", default=BATCHES)
+    parser.add_argument("--loads", nargs="*", default=[])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--settings", default="{}")
+    parser.add_argument("--gpus", type=int, default=1, help="how many engines run at a time, each on a GPU of its own")
+    parser.add_argument("--here", action="store_true", help="the first cache alone, in this process")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    parsed()  # --help and refusals come before what takes seconds to import
+
 import torch
 
 from leank.eval.serving import check
 from leank.mask import ChannelMask
 from leank.precision import Precision
 from leank.shape import kv_shape
-from leank.shipped import resolve
 from scripts.bench.serving import STEPS, engine, speed
 
-CACHES = ("auto", "fp8", "int4_per_token_head", "turboquant_4bit_nc", "15", "20", "31")
-BATCHES = ("64x4096", "8x32768", "1x130000")
 LAYOUTS = Path(resolve("reference")).parent / "masks/smollm2/bits"
 
 
@@ -160,17 +181,7 @@ def _write(out: Path, row: dict[str, Any]) -> None:
 
 def main() -> None:
     """Command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("--model", default=resolve("reference"), help="a folder")
-    parser.add_argument("--caches", nargs="+", default=CACHES)
-    parser.add_argument("--batches", nargs="*", default=BATCHES)
-    parser.add_argument("--loads", nargs="*", default=[])
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--settings", default="{}")
-    parser.add_argument("--gpus", type=int, default=1, help="how many engines run at a time, each on a GPU of its own")
-    parser.add_argument("--here", action="store_true", help="the first cache alone, in this process")
-    args = parser.parse_args()
+    args = parsed()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.here:
         one(args, args.caches[0])

@@ -39,6 +39,36 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from scripts.bench import SHAPES
+
+SEVERAL = ("ddp", "sequence_parallel", "fsdp")  # trainers for several GPUs
+
+
+def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("action", choices=["step", "scaling", "masks"])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("runs", type=Path, nargs="*", help="masks: run directories; the first is compared with")
+    parser.add_argument("--shape", choices=SHAPES, default="llama8b")
+    parser.add_argument("--length", type=int, nargs="+", default=[16384],
+                        help="tokens; scaling: one, or the shortest and the longest")  # fmt: skip
+    parser.add_argument("--questions", type=int, nargs="+", default=[1, 4], help="step")
+    parser.add_argument("--objective", choices=["l2", "kl"], nargs="+", default=["l2"], help="step")
+    parser.add_argument("--repeats", type=int, default=5, help="step")
+    parser.add_argument("--full-at", type=int, nargs="*", default=[], help="step: lengths of the full-sequence form")
+    parser.add_argument("--experiment", help="of conf/train/experiment; default: that of the shape")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 4], help="scaling: processes of each run")
+    parser.add_argument("--trainer", choices=SEVERAL, nargs="+", default=["ddp"], help="scaling: on several GPUs")
+    parser.add_argument("--steps", type=int, default=20, help="scaling: timed steps of each run")
+    parser.add_argument("--warm-up", type=int, default=4, help="scaling: steps before those")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="scaling: settings of the runs")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parsed()  # --help and refusals come before what takes seconds to import
+
 import numpy as np
 import pandas as pd
 import torch
@@ -63,12 +93,11 @@ from leank_train.forward.hook import NAME, run_decoder
 from leank_train.forward.plan import Plan, document_pieces, visibility
 from leank_train.objective import distill
 from leank_train.stages import OBJECTIVES, read
-from scripts.bench.common import ROOT, SHAPES, Record, clear, device_name, llama8b, wait
+from scripts.bench.common import ROOT, Record, clear, device_name, llama8b, wait
 
 QUESTION, ANSWER = 48, 32  # tokens, about what the retrieval tasks have
 WARM = 2048  # tokens of the runs before all others, which load kernels
 EXPERIMENT = {"llama8b": "llama_70pct", "reference": "reference_demo"}
-SEVERAL = ("ddp", "sequence_parallel", "fsdp")  # trainers for several GPUs
 Found = dict[str, dict[str, float]]  # run -> seconds, first, peak_gb
 
 
@@ -329,26 +358,9 @@ def same_masks(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("action", choices=["step", "scaling", "masks"])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("runs", type=Path, nargs="*", help="masks: run directories; the first is compared with")
-    parser.add_argument("--shape", choices=SHAPES, default="llama8b")
-    parser.add_argument("--length", type=int, nargs="+", default=[16384],
-                        help="tokens; scaling: one, or the shortest and the longest")  # fmt: skip
-    parser.add_argument("--questions", type=int, nargs="+", default=[1, 4], help="step")
-    parser.add_argument("--objective", choices=["l2", "kl"], nargs="+", default=["l2"], help="step")
-    parser.add_argument("--repeats", type=int, default=5, help="step")
-    parser.add_argument("--full-at", type=int, nargs="*", default=[], help="step: lengths of the full-sequence form")
-    parser.add_argument("--experiment", help="of conf/train/experiment; default: that of the shape")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 4], help="scaling: processes of each run")
-    parser.add_argument("--trainer", choices=SEVERAL, nargs="+", default=["ddp"], help="scaling: on several GPUs")
-    parser.add_argument("--steps", type=int, default=20, help="scaling: timed steps of each run")
-    parser.add_argument("--warm-up", type=int, default=4, help="scaling: steps before those")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="scaling: settings of the runs")
-    args = parser.parse_args(argv)
+    args = parsed(argv)
     if args.shape == "llama8b" and args.action != "masks" and not torch.cuda.is_available():
-        parser.error("--shape llama8b needs a GPU; --shape reference runs on a CPU")
+        raise SystemExit("--shape llama8b needs a GPU; --shape reference runs on a CPU")
     {"step": steps, "scaling": scaling, "masks": same_masks}[args.action](args)
 
 

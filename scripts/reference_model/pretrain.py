@@ -20,8 +20,49 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+
+RECIPE_NAMES = ("retrieval", "mixed", "busy")  # of scripts.reference_model.batches
+
+
+def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("action", choices=["tokenizer", "text", "train"])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--stop-at", type=int, default=-1, help="end early at this step (the schedule stays)")
+    parser.add_argument("--tokens", type=int, default=262_144, help="tokens per step over all devices")
+    parser.add_argument("--longest", type=int, default=8192)
+    parser.add_argument("--recipe", choices=RECIPE_NAMES, default="retrieval")
+    parser.add_argument("--layers", type=int, default=7)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--mlp", type=int, help="width of the MLP (default: twice the width)")
+    parser.add_argument("--heads", type=int, help="query heads (default: width / head_dim)")
+    parser.add_argument("--kv-heads", type=int, help="KV heads (default: half the query heads)")
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--vocabulary", type=int, default=4096, help="tokens of a new tokenizer")
+    parser.add_argument("--text", type=Path, help="folder of natural text")
+    parser.add_argument("--every", type=int, default=1, help="text: take each n-th document of training")
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--warmup", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--precision", default="bf16-mixed")
+    parser.add_argument("--workers", type=int, default=12, help="data workers per device")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU")
+    parser.add_argument("--log-every", type=int, default=50)
+    parser.add_argument("--eval-every", type=int, default=1000)
+    parser.add_argument("--eval-rows", type=int, default=32)
+    parser.add_argument("--eval-lengths", type=int, nargs="*", default=[1024, 4096, 8192])
+    parser.add_argument("--save-every", type=int, default=1000)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parsed()  # --help and refusals come before what takes seconds to import
 
 import numpy as np
 import torch
@@ -177,7 +218,7 @@ def train(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.out)
     assert isinstance(tokenizer, PreTrainedTokenizerFast)  # as `make_tokenizer` wrote it
     lm = make_model(tokenizer, args)
-    for layer in lm.model.layers if args.compile else ():
+    for layer in lm.model.layers if (torch.cuda.is_available() if args.compile is None else args.compile) else ():
         layer.compile(dynamic=True)
     plain = Answers(lm)
     model, optimizer = fabric.setup(plain, make_optimizer(lm, args.lr, fabric.device.type == "cuda"))
@@ -329,38 +370,9 @@ def record(out: Path, fabric: Fabric, **values: object) -> None:
             log.write(json.dumps(values) + "\n")
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("action", choices=["tokenizer", "text", "train"])
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--stop-at", type=int, default=-1, help="end early at this step (the schedule stays)")
-    parser.add_argument("--tokens", type=int, default=262_144, help="tokens per step over all devices")
-    parser.add_argument("--longest", type=int, default=8192)
-    parser.add_argument("--recipe", choices=list(RECIPES), default="retrieval")
-    parser.add_argument("--layers", type=int, default=7)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--mlp", type=int, help="width of the MLP (default: twice the width)")
-    parser.add_argument("--heads", type=int, help="query heads (default: width / head_dim)")
-    parser.add_argument("--kv-heads", type=int, help="KV heads (default: half the query heads)")
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--vocabulary", type=int, default=4096, help="tokens of a new tokenizer")
-    parser.add_argument("--text", type=Path, help="folder of natural text")
-    parser.add_argument("--every", type=int, default=1, help="text: take each n-th document of training")
-    parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--warmup", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--precision", default="bf16-mixed")
-    parser.add_argument("--workers", type=int, default=12, help="data workers per device")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
-    parser.add_argument("--log-every", type=int, default=50)
-    parser.add_argument("--eval-every", type=int, default=1000)
-    parser.add_argument("--eval-rows", type=int, default=32)
-    parser.add_argument("--eval-lengths", type=int, nargs="*", default=[1024, 4096, 8192])
-    parser.add_argument("--save-every", type=int, default=1000)
-    args = parser.parse_args(argv)
+    args = parsed(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if args.action == "tokenizer":

@@ -157,6 +157,7 @@ def test_a_type_and_a_device_that_are_not_there_are_named(given, message):
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
         ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 128}, 2048),
         ({"full_attention": {"rope_type": "linear", "factor": 2.0}, "sliding_attention": {}}, 4096),
+        ({name: {"rope_type": "linear", "factor": 2.0} for name in ("full_attention", "sliding_attention")}, 4096),
     ],
 )
 def test_positions_count_the_scaling_of_rope(rope, limit):

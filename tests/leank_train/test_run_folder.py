@@ -33,7 +33,7 @@ from leank_train.fitting import EarlyStop, best_look, first_look
 from leank_train.running import parallel, progress
 from leank_train.running.preempt import Signals
 from leank_train.running.progress import Meter, StageProgress
-from leank_train.running.recorder import Recorder
+from leank_train.running.recorder import Recorder, restoring
 from leank_train.settings import check, fingerprint, plain
 from leank_train.stages import PruningConfig, Stage, Stage1, Stage2, StageConfig
 from leank_train.train import run
@@ -99,6 +99,13 @@ def test_a_damaged_done_checkpoint_is_made_again_from_the_last(model_folder, who
         patch.setattr(Stage, "training_step", lambda *args: pytest.fail("a step was taken"))
         run(settings(model_folder, *SHORT), tmp_path)
     assert (tmp_path / "alpha.safetensors").read_bytes() == (whole / "alpha.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("error", [AssertionError("a bug"), OSError(28, "full"), RuntimeError("out of memory")])
+def test_what_is_no_fault_of_a_checkpoint_passes(error, tmp_path):
+    with pytest.raises(type(error)) as raised, restoring(tmp_path, "remove it"):
+        raise error
+    assert raised.value is error
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import copy
 import functools
 from dataclasses import replace
+from importlib import import_module
 from inspect import signature
 
 import numpy as np
@@ -19,13 +20,13 @@ from leank.eval.methods.prefill.asl import ASL
 from leank.eval.methods.tokens.duo_attention import high_frequency_ratio
 from leank.eval.methods.tokens.lethe import Lethe
 from leank.mask import ChannelMask
-from scripts.analyses import ANALYSES, draw
+from scripts.analyses import NAMES, OF_PAPER, analysis_of
 from scripts.analyses.asl import ranks, relative_variance, selection_layers
 from scripts.analyses.iap import interaction, layer_error, query_spread
 from scripts.analyses.leank import empty_heads, group_removal, kept_by_pair, known, staticity, streaming, w_hf
 from scripts.analyses.lethe import growth, head_similarity, held_while_decoding, retained_tokens, sparsity
 from scripts.analyses.source import Source
-from scripts.analyses.table import PLACE, Table
+from scripts.analyses.table import ANALYSES, PLACE, Table, draw
 from scripts.analyses.think import UNIFORM, magnitudes, singular_energy
 from tests import ROOT, conftest
 from tests.helpers.text_tokenizers import tokenizer
@@ -106,7 +107,7 @@ SMALL = {
 
 def small(name):
     """The small settings of an analysis, of those that it has."""
-    return {key: SMALL[key] for key in signature(ANALYSES[name].measure).parameters if key in SMALL}
+    return {key: SMALL[key] for key in signature(analysis_of(name).measure).parameters if key in SMALL}
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +115,9 @@ def half():
     return replace(source(mask=True), model=copy.deepcopy(tiny_model()).bfloat16())
 
 
-@pytest.mark.parametrize("name", ANALYSES)
+@pytest.mark.parametrize("name", NAMES)
 def test_runs_in_bfloat16(name, half):
-    measure, panels = ANALYSES[name]
+    measure, panels = analysis_of(name)
     table = measure(half, **small(name))
     assert {"measure", "value", "unit", *PLACE} <= {*table.columns}
     assert {panel.measure for panel in panels} <= {*table["measure"]}
@@ -124,17 +125,23 @@ def test_runs_in_bfloat16(name, half):
     assert len(drawn) >= len(panels)
 
 
-@pytest.mark.parametrize("name", ANALYSES)
+@pytest.mark.parametrize("name", NAMES)
 def test_is_in_the_docs(name):
     assert f"| `{name}` |" in (ROOT / "docs/lab/analyses.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ANALYSES)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_missing_is_named(name):
     of_mask = name in ("empty_heads", "kept_by_pair")
     lacks = Source() if of_mask else Source(mask=random_mask())
     with pytest.raises(ValueError, match="mask is not set" if of_mask else "model is not set"):
-        ANALYSES[name].measure(lacks, **small(name))
+        analysis_of(name).measure(lacks, **small(name))
+
+
+def test_every_analysis_has_its_name():
+    for paper in OF_PAPER:
+        import_module(f"scripts.analyses.{paper}")
+    assert {*ANALYSES} == {*NAMES}
 
 
 def test_values_that_are_not_finite_empty_tables_and_settings_are_refused():
@@ -143,9 +150,9 @@ def test_values_that_are_not_finite_empty_tables_and_settings_are_refused():
     with pytest.raises(ValueError, match="pearson is infinite"):
         table.add("pearson", "correlation", np.inf)
     with pytest.raises(ValueError, match="no rows"):
-        draw(table.frame, ANALYSES["empty_heads"].panels)
+        draw(table.frame, analysis_of("empty_heads").panels)
     with pytest.raises(ValueError, match="samples"):
-        ANALYSES["staticity"].measure(source(), samples=0)
+        analysis_of("staticity").measure(source(), samples=0)
 
 
 def test_samples_longer_than_the_model_are_refused():

@@ -22,7 +22,7 @@ from leank.eval.papers.make import Made, Runner, commands, of_item, page
 from leank.eval.report.groups import frame
 from leank.eval.run.build import expanded
 from leank.typed import STRICT
-from scripts.analyses import ANALYSES
+from scripts.analyses import analysis_of
 from tests import ROOT
 from tests.helpers.composed import evaluation
 from tests.helpers.report_rows import row
@@ -78,7 +78,7 @@ def test_analyses_take_their_settings():
     for step in STEPS:
         if step.words[0] == "scripts.analyses":
             _, name, out, *given = step.line(quick=True)
-            hints = get_type_hints(ANALYSES[name].measure, include_extras=True)
+            hints = get_type_hints(analysis_of(name).measure, include_extras=True)
             own = [one for one in given if one.partition("=")[0] in hints]
             for key, value in OmegaConf.to_container(OmegaConf.from_dotlist(own)).items():
                 TypeAdapter(hints[key], config=STRICT).validate_python(value)
