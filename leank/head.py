@@ -12,7 +12,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from leank.kernels import HALF
 
-LOGITS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}  # of one model in one chunk of answer tokens; each costs about 40 bytes
+# logits of one model in one chunk of answer tokens, about 40 bytes each; on a CPU each chunk casts W anew
+LOGITS_AT_ONCE = {"cpu": 2**23, "cuda": 2**24}
 WORDS_AT_ONCE = 8192  # rows of a half-precision head that are cast to float32 at a time, on a CPU
 PROBE_ERROR = 0.05  # of the largest logit: a half-precision model rounds, a missing scale or cap is far beyond
 FLOAT16_FACTOR = 4096.0
