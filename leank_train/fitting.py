@@ -21,7 +21,7 @@ from leank.errors import out_of_memory
 from leank.tensor_files import read_checkpoint, write_checkpoint
 from leank.typed import STRICT, BadConfig
 from leank_train.data import HELD_OUT, Batch, RetrievalData, collate
-from leank_train.forward.branching import prefill
+from leank_train.forward.plan import to_device
 from leank_train.objective import steering
 from leank_train.run_folder import Run
 from leank_train.running import parallel
@@ -29,7 +29,7 @@ from leank_train.running.preempt import SaveOnSignal, Signals
 from leank_train.running.progress import Meter, StageProgress
 from leank_train.running.recorder import AtomicCheckpointIO, Recorder, check_origin, cure_of, restoring
 from leank_train.settings import RunConfig
-from leank_train.stages import Stage, StageConfig
+from leank_train.stages import Stage, StageConfig, read_documents
 
 log = logging.getLogger("leank_train")
 LOOKS = TypeAdapter(list[tuple[int, float]], config=STRICT)
@@ -53,30 +53,35 @@ def memory_advice(when: str, settings: str) -> Iterator[None]:
 
 
 @torch.no_grad()
-def calibrate(config: RunConfig, backbone: Backbone) -> Tensor:
+def calibrate(config: RunConfig, backbone: Backbone, signals: Signals | None = None) -> Tensor:
     """Return the mean keys that stand for pruned channels (`ChannelMask.mean_keys`), [L, H, D] float32.
 
-    The mean is over middle tokens, after RoPE, that a reply's first token finds in documents that no step trains on.
+    The mean is over middle tokens, after RoPE, that a reply's first token finds in documents that no step trains on,
+    which the processes divide among themselves.
     """
-    documents, pruning = config.mixture(backbone, per_length=config.data.documents), config.pruning
-    total, tokens = torch.zeros(tuple(backbone.shape), dtype=torch.float64), 0
-    with Meter("means: the keys that stand for pruned channels", config.data.calibration, "document") as meter:
-        for i in range(config.data.calibration):
-            batch = collate(backbone, [documents[3 * HELD_OUT + i]]).to(backbone.model.device)
-            prefix = prefill(
-                backbone.model, batch.documents.ids, batch.documents.lengths, kernel=config.trainer.prefill_kernel
-            )
-            middle = slice(pruning.sink, int(batch.documents.lengths[0]) - pruning.window)
-            if middle.stop > middle.start:
-                total += torch.stack([keys[0, :, middle].double().sum(1) for keys in prefix.keys]).cpu()
-                tokens += middle.stop - middle.start
-            meter.update()
+    device, count, division = backbone.model.device, config.data.calibration, parallel.Division.of(config.trainer)
+    documents, pruning = config.mixture(backbone, per_length=config.data.documents * division.width), config.pruning
+    total = torch.zeros(tuple(backbone.shape), dtype=torch.float64, device=device)
+    tokens = torch.zeros((), dtype=torch.int64, device=device)
+    phase = "means: the keys that stand for pruned channels"
+    with Meter(phase, count, "document", silent=not division.first) as meter:
+        for i, counts, done in division.rounds(count):
+            read = collate(backbone, [documents[3 * HELD_OUT + i]]).to(device).documents
+            prefix = read_documents(backbone.model, read, config.trainer.prefill_kernel, pruning.sink, division.ranks)
+            at = prefix.k_positions[0]
+            middle = (at >= pruning.sink) & (at < read.lengths[0] - pruning.window)
+            if counts:
+                total += torch.stack([keys[0][:, to_device(middle, device)].double().sum(1) for keys in prefix.keys])
+                tokens += int(middle.sum())
+            meter.update(done - meter.n)
+            division.leave_together(signals, device)
+    division.sum_(total, tokens)
     if not tokens:
         raise ValueError(
             f"pruning.compensation=mean: none of {config.data.calibration} documents has a middle behind "
             f"sink={pruning.sink} and before window={pruning.window}; raise data.min_length"
         )
-    return (total / tokens).float()
+    return (total / tokens).float().cpu()
 
 
 def first_look(config: StageConfig) -> int:

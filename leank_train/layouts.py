@@ -15,11 +15,13 @@ With widths of 0 and 16 bits alone, and a budget of channels, this learns masks:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -40,6 +42,8 @@ from leank_train.forward.stored import LEAST, StoredPass, rounded, stored_studen
 from leank_train.objective.distill import counted
 from leank_train.objective.steering import AUTO
 from leank_train.run_folder import Run
+from leank_train.running.parallel import Division
+from leank_train.running.preempt import Signals
 from leank_train.running.progress import Meter
 from leank_train.running.recorder import check_origin, restoring
 from leank_train.settings import RunConfig
@@ -54,6 +58,7 @@ NOISE = 1e-4  # nats an answer token; differences below it are not worth learnin
 RATE = 0.1  # of all steps together, if single documents moved alpha at random: the noise of the factors
 GOLDEN = 0.6180339887498949  # its multiples, modulo 1, fill [0, 1] evenly, however many there are
 DRAWS = 4  # of the closed form: labels drawn for each answer token
+DOCUMENT_SEEDS = 2**32  # times a document's number, added to the run's seed, seeds its draws, whichever rank has it
 
 
 class Losses(NamedTuple):
@@ -265,13 +270,16 @@ class CalibrationPass(StoredPass):
         super().__init__(*given)
         self.leaves: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.outputs: list[tuple[Tensor, Tensor]] = []
-        self.plain = Plan([p for p in self.plan.pieces if not p.scaled])
+        self.plain = Plan([p for p in self.plan.pieces if not p.scaled], self.plan.documents)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax) -> Tensor:
         """Attention of this layer's rows."""
         out = super().attend(layer, q, k, v, scale, softmax)
+        if not out.requires_grad:  # nothing of the middle is read
+            out.requires_grad_()
         with torch.no_grad():
-            without = fused_attention(q, *self.parts(layer, k, v), self.plain, scale, softmax=softmax)
+            parts, ranks = self.parts(layer, k, v), self.prefix.ranks
+            without = fused_attention(q, *parts, self.plain, scale, ranks=ranks, softmax=softmax)
             self.outputs.append((out, without - out))
         return out
 
@@ -281,7 +289,10 @@ class CalibrationPass(StoredPass):
         return self.leaves[layer, part]
 
 
-def closed_form(config: RunConfig, backbone: Backbone, means: Tensor | None, current: Run | None = None) -> Losses:
+def closed_form(
+    config: RunConfig, backbone: Backbone, means: Tensor | None, current: Run | None = None,
+    signals: Signals | None = None,
+) -> Losses:  # fmt: skip
     """Return the expected KL to dense, in nats an answer token, that each width costs by itself.
 
     It is the KL's second order in an error e of keys, values or a head's attention: E[(g . e)^2] / 2, where g is the
@@ -289,30 +300,41 @@ def closed_form(config: RunConfig, backbone: Backbone, means: Tensor | None, cur
     different tokens are taken as independent, so that the squares of g e are summed. What a pruned channel lacks, and
     what attention loses without the middle of a head, are not, so that the sum of g e is squared.
 
-    Documents are those of the run's tasks, which no step trains on. After each one the folder of the run `current` has
-    what was found so far, from which the same command goes on; None keeps nothing.
+    Documents are those of the run's tasks, which no step trains on, and which the processes divide among themselves.
+    After each one of every process the folder of the run `current` has what was found so far, from which the same
+    command goes on, with any number of processes; None keeps nothing. A signal to any process ends all.
     """
     layers, heads, dim = backbone.shape
     device = backbone.model.device
-    keys = torch.zeros(layers, heads, dim, len(KEY_BITS), dtype=torch.float64, device=device)
-    values = torch.zeros(layers, heads, len(KEY_BITS) - 1, dtype=torch.float64, device=device)
-    empty = torch.zeros(layers, heads, dtype=torch.float64, device=device)
-    generator = torch.Generator(device).manual_seed(config.seed)
-    documents, count, found = config.mixture(backbone, per_length=config.data.documents), config.data.calibration, 0
-    sums, passes = Losses(keys, values, empty), DRAWS + 1  # over a document: forward, and backward for each draw
+    shapes = (layers, heads, dim, len(KEY_BITS)), (layers, heads, len(KEY_BITS) - 1), (layers, heads)
+    sums = Losses(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
+    division, passes = Division.of(config.trainer), DRAWS + 1  # of a document: forward, and backward for each draw
+    documents = config.mixture(backbone, per_length=config.data.documents * division.width)
+    count, found = config.data.calibration, 0
     if current is not None:
-        found = _go_on(current, sums, generator)
+        found = _go_on(current, sums)
     phase = f"closed form: what each width costs by itself, from {amount(count, 'document')}"
-    with Meter(phase, count * passes, "pass", done=found * passes) as meter:
-        for i in range(found, count):
+    with Meter(phase, count * passes, "pass", done=found * passes, silent=not division.first) as meter:
+        for i, counts, done in division.rounds(count, found):
             batch = collate(backbone, [documents[3 * HELD_OUT + i]]).to(device)
-            prefix, question, _ = read(backbone.model, batch, config.trainer.prefill_kernel, means)
-            meter.update()
-            _second_order(config, backbone, batch, prefix, question, generator, sums, meter)
-            meter.update((i + 1) * passes - meter.n)
+            generator = torch.Generator(device).manual_seed(config.seed + DOCUMENT_SEEDS * i)
+            prefix, question, _ = read(
+                backbone.model, batch, config.trainer.prefill_kernel, means, config.pruning.sink, division.ranks
+            )
+            of_one = Losses(*(torch.zeros_like(total) for total in sums))
+            for _ in _second_order(config, backbone, batch, prefix, question, generator, of_one, division):
+                meter.update()
+            if not counts:
+                for one in of_one:
+                    one.zero_()
+            division.sum_(*of_one)
+            for total, one in zip(sums, of_one, strict=True):
+                total += one
+            meter.update(done * passes - meter.n)
             if current is not None and current.first:
-                state = {"of": _origin(current), "documents": i + 1, "generator": generator.get_state()}
+                state = {"of": _origin(current), "documents": done}
                 write_checkpoint(_kept(current), state | {k: v.cpu() for k, v in sums._asdict().items()})
+            division.leave_together(signals, device)
     return Losses(*(total / count for total in sums))
 
 
@@ -324,7 +346,7 @@ def _origin(current: Run) -> list[str]:
     return ["closed form", current.fingerprint]
 
 
-def _go_on(current: Run, sums: Losses, generator: torch.Generator) -> int:
+def _go_on(current: Run, sums: Losses) -> int:
     """Put what an earlier process found into the sums, and return from how many documents it is."""
     if not (file := _kept(current)).exists():
         return 0
@@ -334,15 +356,17 @@ def _go_on(current: Run, sums: Losses, generator: torch.Generator) -> int:
     with restoring(file, cure):
         for name, total in sums._asdict().items():
             total.copy_(state[name].view_as(total))
-        generator.set_state(state["generator"])
         return int(state["documents"])
 
 
 def _second_order(
     config: RunConfig, backbone: Backbone, batch: Batch, prefix: Prefix, question: Branch, generator: torch.Generator,
-    losses: Losses, meter: Meter,
-) -> None:  # fmt: skip
-    """Add what the widths cost on one document to the losses; the meter counts the passes."""
+    losses: Losses, division: Division,
+) -> Iterator[None]:  # fmt: skip
+    """Add what the widths cost on one document to the losses, and yield after every pass.
+
+    Where processes have a share of the document each, the losses of all together are the document's.
+    """
     model, pruning, answers, (keys, values, empty) = backbone.model, config.pruning, batch.answers, losses
     whole = torch.full((*keys.shape[:2], keys.shape[2] + 2), float(WHOLE), device=keys.device)
     whole[..., -1] = 1  # the last one is no width, but the share of a head that is there
@@ -352,29 +376,35 @@ def _second_order(
     )  # fmt: skip
     hidden = run_decoder(model, answers.ids, to_device(positions, answers.ids.device), state)
     rows = to_device(counted(answers.lengths, hidden.shape[1]).flatten().nonzero().squeeze(1), hidden.device)
-    if not state.leaves:
-        return
+    yield
     inputs = [x for pair in state.leaves.values() for x in pair] + [out for out, _ in state.outputs]
     factor = 1 / (2 * len(rows) * DRAWS)
     for _ in range(DRAWS):
-        pulled = _towards_labels(Head.of(model), hidden.detach().flatten(0, 1)[rows], generator)
-        found = torch.autograd.grad(hidden.flatten(0, 1)[rows], inputs, pulled.to(hidden.dtype), retain_graph=True)
+        pulled = _towards_labels(Head.of(model), hidden.detach().flatten(0, 1)[rows], generator).to(hidden.dtype)
+        if division.ranks is not None:  # the same labels everywhere, should rounding differ
+            dist.broadcast(pulled, dist.get_global_rank(division.ranks, 0), division.ranks)
+        found = torch.autograd.grad(
+            hidden.flatten(0, 1)[rows], inputs, pulled, retain_graph=True, materialize_grads=True
+        )
         for layer, (d_out, (_, change)) in enumerate(zip(found[-len(state.outputs) :], state.outputs, strict=True)):
             of_branches = (d_out.double() * change).sum((2, 3)).unflatten(1, (empty.shape[1], -1)).sum(-1)  # [R, H]
-            empty[layer] += of_branches.square().sum(0) * factor
+            empty[layer] += of_branches.square().sum(0) * factor * division.leads
         for number, ((layer, part), (k, v)) in enumerate(state.leaves.items()):
             d_k, d_v = (x.double() for x in found[2 * number : 2 * number + 2])
-            keys[layer, :, :, 0] += (d_k * k.detach()).sum(2).square().sum(0) * factor
+            lacking, counts = (d_k * k.detach()).sum(2), factor * (part == 0 or division.leads)
+            if division.ranks is not None and part == 0:
+                dist.all_reduce(lacking, group=division.ranks)
+            keys[layer, :, :, 0] += lacking.square().sum(0) * factor * division.leads
             first, v = state.first(part), v.detach().mT
             k = state.branches(part, k.detach())  # the gradient of padding is 0
             k, d_k = k[..., first:, :], d_k.unflatten(2, k.shape[2:4])[..., first:, :]
             for i, bits in enumerate(KEY_BITS[1:-1]):
                 width = torch.full((1, 1), float(bits), device=k.device)
                 error = rounded(k, width, GROUP).double() - k
-                keys[layer, :, :, i + 1] += (d_k * error).square().sum((0, 2, 3)) * factor
+                keys[layer, :, :, i + 1] += (d_k * error).square().sum((0, 2, 3)) * counts
                 error = rounded(v, width, value_group(v.shape[-2])).double() - v
-                values[layer, :, i] += (d_v.mT * error).square().sum((0, 2, 3)) * factor
-        meter.update()
+                values[layer, :, i] += (d_v.mT * error).square().sum((0, 2, 3)) * counts
+        yield
 
 
 def _towards_labels(head: Head, hidden: Tensor, generator: torch.Generator) -> Tensor:

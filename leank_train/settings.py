@@ -136,17 +136,6 @@ class RunConfig(Checked):
             f"stage1.l1={self.stage1.l1!r} and stage1.reduction={self.stage1.reduction!r} with stage1.lam='auto': the "
             "limits of a steered lambda fit means; set stage1.l1=mean and stage1.reduction=official, or give a number",
         )
-        apart = self.trainer.shard_weights or self.trainer.sequence_parallel > 1
-        need(
-            self.stage1.steps + self.stage2.steps > 0 or not apart,
-            "stage1.steps=0 and stage2.steps=0 take the closed form's mask, for which one process has to read whole "
-            "documents with all weights; give steps, or leave out trainer.shard_weights and trainer.sequence_parallel",
-        )
-        need(
-            pruning.compensation == "none" or not apart,
-            f"pruning.compensation={pruning.compensation}: one process has to read whole documents with all weights to "
-            "calibrate means; leave it out with trainer.shard_weights and trainer.sequence_parallel",
-        )
         need(
             not pruning.nested or (self.stage1.lam == steering.AUTO and not self.stage1.patience + self.stage2.steps),
             f"pruning.nested={list(pruning.nested)} needs stage1.lam=auto, stage1.patience=0 and stage2.steps=0: the "
@@ -154,16 +143,14 @@ class RunConfig(Checked):
         )
         need(
             pruning.learns == "scores"
-            or not (self.stage2.steps + self.stage1.patience or apart or self.stage1.lam != steering.AUTO),
-            f"pruning.learns={pruning.learns} needs stage1.lam=auto, stage1.patience=0, stage2.steps=0, and one "
-            "process with whole documents and weights (trainer.shard_weights=false, trainer.sequence_parallel=1)",
+            or not (self.stage2.steps + self.stage1.patience or self.stage1.lam != steering.AUTO),
+            f"pruning.learns={pruning.learns} needs stage1.lam=auto, stage1.patience=0 and stage2.steps=0",
         )
-        elsewhere = self.stage2.steps + self.stage1.patience or self.extra_ratios or 0 in pruning.budgets or apart
+        elsewhere = self.stage2.steps + self.stage1.patience or self.extra_ratios or 0 in pruning.budgets
         need(
             pruning.bytes is None or not (elsewhere or self.stage1.lam != steering.AUTO),
             f"pruning.bytes={pruning.bytes} learns a layout of bits, which needs stage1.lam=auto, stage1.patience=0, "
-            "stage2.steps=0, extra_ratios=[] and budgets above 0 in pruning.nested, and one process with whole "
-            "documents and weights (trainer.shard_weights=false, trainer.sequence_parallel=1)",
+            "stage2.steps=0, extra_ratios=[] and budgets above 0 in pruning.nested",
         )
         shortest = {"data.min_length": data.min_length}
         if validation.samples:

@@ -21,14 +21,14 @@ from transformers import PreTrainedModel
 from leank.backbone import Backbone
 from leank.mask import ROUNDINGS, ChannelMask
 from leank.typed import Checked, Count, OneOf, Positive, Share
-from leank_train.data import Batch
+from leank_train.data import Batch, Ragged
 from leank_train.forward.branching import Branch, Prefix, branch, prefill, student
 from leank_train.forward.fused import EMPTY_HEADS
 from leank_train.forward.plan import to_device
 from leank_train.forward.sequence_parallel import prefill_in_shares
 from leank_train.objective import distill, steering
 from leank_train.objective.base import objectives
-from leank_train.running.parallel import TrainerConfig, shard
+from leank_train.running.parallel import TrainerConfig
 
 Auto = Annotated[str, OneOf(steering.AUTO)]
 OBJECTIVES = objectives()
@@ -87,19 +87,27 @@ class PruningConfig(Checked):
         return max((self.ratio, *self.nested))
 
 
+def read_documents(
+    model: PreTrainedModel, documents: Ragged, kernel: str, sink: int = 0, ranks: dist.ProcessGroup | None = None
+) -> Prefix:
+    """Prefill documents; kernel, sink, ranks: as in `read`."""
+    if ranks is None:
+        return prefill(model, documents.ids, documents.lengths, kernel)
+    return prefill_in_shares(model, documents.ids, documents.lengths, ranks, kernel, sink)
+
+
 def read(
-    model: PreTrainedModel, batch: Batch, kernel: str, mean_keys: Tensor | None, ranks: dist.ProcessGroup | None = None
-) -> tuple[Prefix, Branch, Tensor]:
+    model: PreTrainedModel, batch: Batch, kernel: str, mean_keys: Tensor | None, sink: int = 0,
+    ranks: dist.ProcessGroup | None = None,
+) -> tuple[Prefix, Branch, Tensor]:  # fmt: skip
     """Read a batch once, whatever scores its students have: documents, questions, the teacher's answers [R, N, hidden].
 
     kernel: of the prefill; mean_keys: [L, H, D], what stands for pruned channels; None for 0.
+    sink: token behind which the cells of a layout begin; it matters for documents in shares alone.
     ranks: the processes that hold a share of each document; None if this one holds all.
     """
-    documents, prompts = batch.documents, batch.prompts
-    if ranks:
-        prefix = prefill_in_shares(model, documents.ids, documents.lengths, ranks, kernel)
-    else:
-        prefix = prefill(model, documents.ids, documents.lengths, kernel)
+    prompts = batch.prompts
+    prefix = read_documents(model, batch.documents, kernel, sink, ranks)
     teacher = branch(model, prefix, prompts.ids, prompts.lengths)
     full = distill.answer_rows(teacher.hidden, batch.question_lengths, batch.answers.ids.shape[1])
     if mean_keys is not None:
@@ -138,10 +146,8 @@ class Stage(L.LightningModule):
         self.alpha = torch.nn.Parameter(torch.ones(backbone.shape) if alpha is None else alpha.detach().clone())
 
     def setup(self, stage: str) -> None:
-        """Group the ranks of a context, and give each rank its share of the weights; the processes have met by now."""
+        """Group the ranks of a context; the processes have met by now."""
         self.ranks = self.parallel.context_ranks()
-        if self.parallel.shard_weights:
-            shard(self.backbone.model, self.trainer.strategy.root_device, self.objective.needs_head)
 
     def finish(self) -> None:
         """Make alpha what the stage leaves; called once, after the last step."""
@@ -176,7 +182,9 @@ class Stage(L.LightningModule):
     def distillation(self, batch: Batch, beta: Tensor | None = None) -> Tensor:
         """Return the distance of student and teacher at the answer tokens; beta [L, H, D]: a mask as it is deployed."""
         model = self.backbone.model
-        prefix, question, full = read(model, batch, self.parallel.prefill_kernel, self.mean_keys, self.ranks)
+        prefix, question, full = read(
+            model, batch, self.parallel.prefill_kernel, self.mean_keys, self.pruning.sink, self.ranks
+        )
         return self.objective.distance(full, self.student(prefix, question, batch, beta), batch.answers.lengths)
 
     def student(self, prefix: Prefix, question: Branch, batch: Batch, beta: Tensor | None) -> Tensor:

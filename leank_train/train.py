@@ -87,18 +87,22 @@ def train(current: Run, signals: Signals) -> Metrics:
         current = with_replies(current, backbone)
         config = current.config
         check_inputs(config, backbone)
+    parallel.meet(config.trainer)
+    if config.trainer.shard_weights:
+        parallel.shard(backbone.model, parallel.device(config.trainer))
     logger = make_logger(config.logger, out)
     if logger:
         logger.log_hyperparams(current.resolved)
 
     # 2. the two stages, or without their steps the closed form
-    means = calibrate(config, backbone) if config.pruning.compensation == "mean" else None
+    with memory_advice("in the means", "data.max_length"):
+        means = calibrate(config, backbone, signals) if config.pruning.compensation == "mean" else None
     if config.pruning.bytes is not None:
         return train_layouts(current, backbone, means, logger, signals, started)
     closed = scores = closed_scores = None
     if config.pruning.learns == "factors" or not config.stage1.steps + config.stage2.steps:
         with memory_advice("in the closed form", "data.max_length"):
-            closed = closed_form(config, backbone, means, current)
+            closed = closed_form(config, backbone, means, current, signals)
         scores = channel_scores(closed.keys[..., 0], closed.empty, config.pruning.align)
     stage1: Stage1 | MaskStage
     if closed is not None and config.stage1.steps:
@@ -111,18 +115,16 @@ def train(current: Run, signals: Signals) -> Metrics:
         scores = stage1.alpha
     stage2 = Stage2(backbone, config.stage2, config.pruning, scores, config.trainer, means)
     record2 = fit(current, stage2, "stage2", logger, signals)
-    if not current.first:
-        return {}
-    signals.leave_at_once()
+    if current.alone:
+        signals.leave_at_once()
 
     # 3. the masks
     scores1, alpha = (found.detach().float().cpu().contiguous() for found in (scores, stage2.alpha))
     masks = save_masks(current, backbone, scores1, alpha, means, closed_scores)
-    mask = masks[MASK]
-    metrics = measured(current, mask, scores1, alpha, {"stage1": record1, "stage2": record2})
+    metrics = measured(current, masks[MASK], scores1, alpha, {"stage1": record1, "stage2": record2})
 
     # 4. the verdict, validation and plots
-    return finish(current, backbone, masks, metrics, (record1, record2), alpha, logger, started)
+    return finish(current, backbone, masks, metrics, (record1, record2), alpha, logger, signals, started)
 
 
 def train_layouts(
@@ -131,15 +133,15 @@ def train_layouts(
     """Learn a layout of bits for each budget, or with stage1.steps=0 take the closed form's; see `run`."""
     config, out = current.config, current.out
     with memory_advice("in the closed form", "data.max_length"):
-        closed = closed_form(config, backbone, means, current)
+        closed = closed_form(config, backbone, means, current, signals)
     stage = LayoutStage(backbone, config.stage1, config.pruning, closed, parallel=config.trainer, mean_keys=means)
     record = fit(current, stage, "stage1", logger, signals)
-    if not current.first:
-        return {}
-    signals.leave_at_once()
+    if current.alone:
+        signals.leave_at_once()
     learned = config.stage1.steps > 0
     path = stage.path.detach().cpu().contiguous()
-    write_tensors(out / "alpha.safetensors", {"path": path})
+    if current.first:
+        write_tensors(out / "alpha.safetensors", {"path": path})
     masks = save_layouts(current, backbone, stage.losses() if learned else closed, closed, means)
     mask = masks[MASK]
     metrics: Metrics = {
@@ -148,17 +150,23 @@ def train_layouts(
         "separation": {}, "seconds": {"training": round(record.seconds, 1)}, "config": current.fingerprint,
     }  # fmt: skip
     alpha = path[..., :-2].repeat_interleave(config.pruning.align, -1)
-    return finish(current, backbone, masks, metrics, (record, Recorder(1)), alpha, logger, started)
+    return finish(current, backbone, masks, metrics, (record, Recorder(1)), alpha, logger, signals, started)
 
 
 def finish(
     current: Run, backbone: Backbone, masks: dict[str, ChannelMask], metrics: Metrics,
-    records: tuple[Recorder, Recorder], alpha: Tensor, logger: Logger | None, started: float,
+    records: tuple[Recorder, Recorder], alpha: Tensor, logger: Logger | None, signals: Signals, started: float,
 ) -> Metrics:  # fmt: skip
-    """Pronounce the verdict, validate, draw and write the metrics; alpha: scores [L, H, D] for the plots."""
+    """Pronounce the verdict, validate, draw and write the metrics; alpha: scores [L, H, D] for the plots.
+
+    All processes share the verdict; the first one alone does the rest, and the others return nothing.
+    """
     config, out, mask = current.config, current.out, masks[MASK]
     with memory_advice("in the verdict; the mask is saved", f"validation.heldout={config.validation.heldout}"):
-        pronounce(current, backbone, masks, metrics)
+        pronounce(current, backbone, masks, metrics, signals)
+    if not current.first:
+        return {}
+    signals.leave_at_once()
     if config.validation.samples:
         lengths = f"validation.batch={config.validation.batch}, validation.lengths={list(config.validation.lengths)}"
         with memory_advice("in validation; the mask is saved", lengths):
@@ -173,7 +181,7 @@ def finish(
 
 
 def load_backbone(config: RunConfig) -> Backbone:
-    """Load the frozen model: on the CPU if the ranks share its weights, which `Stage.setup` hands out."""
+    """Load the frozen model: on the CPU if the ranks share its weights, which `parallel.shard` hands out."""
     own = parallel.device(config.trainer)
     dtype = str(backbones.torch_dtype(config.model.dtype, own)).removeprefix("torch.")
     device = torch.device("cpu") if config.trainer.shard_weights else own
@@ -223,7 +231,7 @@ def check_text(path: str, length: int, counter: TokenCounter) -> None:
 def save_masks(
     current: Run, backbone: Backbone, scores1: Tensor, alpha: Tensor, means: Tensor | None, closed: Tensor | None
 ) -> dict[str, ChannelMask]:
-    """Write the mask, the scores, the masks that stage 1 alone gives, and those at other ratios.
+    """Write the mask, the scores, the masks that stage 1 alone gives, and those at other ratios, in the first process.
 
     scores1, alpha: scores [L, H, D] after stage 1 and stage 2; closed: of the closed form that factors have corrected.
     Returns those that the verdict compares, by name: `MASK`, the mask of the run, `STAGE1`, and other ratios.
@@ -235,27 +243,28 @@ def save_masks(
         return ChannelMask.from_scores(scores, ratio, align, pruning.rounding, metadata).with_means(means)
 
     mask = cut(alpha, pruning.ratio, pruning.align)
-    for doubt in mask.doubts():
-        log.warning("%s: %s", out / "mask.safetensors", doubt)
-    mask.save(out / "mask.safetensors")
-    write_tensors(out / "alpha.safetensors", {"alpha": alpha, "stage1": scores1})
-    for align in {1, pruning.align}:  # what stage 2 is worth (appendix E): the same scores without it
-        cut(scores1, pruning.ratio, align).save(out / "stage1" / f"mask_align{align}.safetensors")
     found = {MASK: mask, STAGE1: cut(scores1, pruning.ratio, pruning.align)}
     if closed is not None:
         found[CLOSED_FORM] = cut(closed, pruning.ratio, pruning.align)
-        found[CLOSED_FORM].save(out / "masks" / f"{CLOSED_FORM}.safetensors")
     for ratio in dict.fromkeys([*config.extra_ratios, *pruning.nested]):
-        name = f"mask_{100 * ratio:.12g}pct"
-        found[name] = cut(scores1, ratio, pruning.align)  # stage 2 has learned for one ratio
-        found[name].save(out / "masks" / f"{name}.safetensors")
+        found[f"mask_{100 * ratio:.12g}pct"] = cut(scores1, ratio, pruning.align)  # stage 2 has learned for one ratio
+    if not current.first:
+        return found
+    for doubt in mask.doubts():
+        log.warning("%s: %s", out / "mask.safetensors", doubt)
+    write_tensors(out / "alpha.safetensors", {"alpha": alpha, "stage1": scores1})
+    for align in {1, pruning.align}:  # what stage 2 is worth (appendix E): the same scores without it
+        cut(scores1, pruning.ratio, align).save(out / "stage1" / f"mask_align{align}.safetensors")
+    for name, one in found.items():
+        if name != STAGE1:
+            one.save(out / ("mask.safetensors" if name == MASK else f"masks/{name}.safetensors"))
     return found
 
 
 def save_layouts(
     current: Run, backbone: Backbone, losses: Losses, closed: Losses, means: Tensor | None
 ) -> dict[str, ChannelMask]:
-    """Write the masks of all budgets, and beside learned ones those of the closed form, and equal bits everywhere.
+    """Write the masks of all budgets, and beside learned ones the closed form's, and equal bits, in the first process.
 
     losses: of the layouts; closed: of the closed form, the same ones if nothing was learned.
     Returns those that the verdict compares, by name; `MASK` has the budget `pruning.bytes`.
@@ -270,15 +279,18 @@ def save_layouts(
         layout = equal(backbone.shape, bits)
         found[f"{EQUAL}_{bits}bits"] = ChannelMask(layout.keep, metadata, None, layout)
     for name, mask in found.items():
-        mask.save(current.out / ("mask.safetensors" if name == MASK else f"masks/{name}.safetensors"))
+        if current.first:
+            mask.save(current.out / ("mask.safetensors" if name == MASK else f"masks/{name}.safetensors"))
     return found
 
 
-def pronounce(current: Run, backbone: Backbone, masks: dict[str, ChannelMask], metrics: Metrics) -> None:
+def pronounce(
+    current: Run, backbone: Backbone, masks: dict[str, ChannelMask], metrics: Metrics, signals: Signals
+) -> None:
     """Compare masks on held-out documents: figures go into the masks' files, doubts into the log, too."""
     started, config, out = time.monotonic(), current.config, current.out
-    verdict = judge(config, backbone, masks)
-    if verdict is None:
+    verdict = judge(config, backbone, masks, signals)
+    if verdict is None or not current.first:
         return
     metrics["verdict"], metrics["seconds"]["verdict"] = verdict.metrics, round(time.monotonic() - started, 1)
     if verdict.documents < 2:
@@ -307,7 +319,12 @@ def measured(current: Run, mask: ChannelMask, scores1: Tensor, alpha: Tensor, re
     # ranks of the closed form are never driven apart
     stepped = current.config.pruning.learns == "scores" and any(record.steps for record in records.values())
     steered = steps1[-1]["lam"] if stepped and steps1 and current.config.stage1.lam == AUTO else None
-    if stepped and not current.config.pruning.nested and (warning := separation.warning(ratio, steered)):
+    if (
+        current.first
+        and stepped
+        and not current.config.pruning.nested
+        and (warning := separation.warning(ratio, steered))
+    ):
         log.warning("%s: %s", current.out, warning)
     best = {name: best_look(record.looks) for name, record in records.items() if record.looks}
     heldout = {

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from leank import stats
@@ -30,6 +31,8 @@ from leank_train.data import HELD_OUT, Batch, collate
 from leank_train.forward.branching import student
 from leank_train.forward.stored import stored_student, widths_of
 from leank_train.objective.kl import kl_loss
+from leank_train.running.parallel import Division
+from leank_train.running.preempt import Signals
 from leank_train.running.progress import Meter
 from leank_train.settings import RunConfig
 from leank_train.stages import read
@@ -145,15 +148,18 @@ class Verdict:
         return stats.mean([self.losses[name][kind]])
 
 
-def judge(config: RunConfig, backbone: Backbone, masks: Mapping[str, ChannelMask]) -> Verdict | None:
-    """Measure the masks of a run, by name, and those that they have to beat.
+def judge(
+    config: RunConfig, backbone: Backbone, masks: Mapping[str, ChannelMask], signals: Signals | None = None
+) -> Verdict | None:
+    """Measure the masks of a run, by name, and those that they have to beat, on documents that the processes divide.
 
     masks: `MASK`, `STAGE1`, and others of higher or lower ratios; with layouts of bits no `STAGE1`, other bytes, and
         `EQUAL` bits, which are rivals alone.
-    Returns None where it cannot be measured by one process (shared weights or contexts), or the model has no head.
+    signals: one to any process ends all, with SystemExit.
+    Returns None without documents, or if the model has no head.
     """
     documents = config.validation.heldout
-    if not documents or config.trainer.shard_weights or config.trainer.sequence_parallel > 1:
+    if not documents:
         return None
     try:
         check_head(backbone.model)
@@ -172,21 +178,35 @@ def judge(config: RunConfig, backbone: Backbone, masks: Mapping[str, ChannelMask
         with suppress(ValueError):  # a model that rotates only part of a head has no such mask
             compared[FREQUENCIES] = lowest_frequencies(backbone.model.config, config.pruning.ratio).keep
             ratios[FREQUENCIES] = ratios[MASK]
-    losses: dict[str, dict[str, list[float]]] = {name: {TASKS: [], TEXT: []} for name in compared}
-    phase = f"verdict: measures {amount(len(compared), 'mask')} on {amount(2 * documents, 'document')} of no step"
-    with Meter(phase, 2 * documents * len(compared), "pass") as meter:
-        for kind, batch in _documents(config, backbone, documents):
-            for name, loss in _divergences(config, backbone, batch, compared, masks[MASK].mean_keys):
-                losses[name][kind].append(loss)
-                meter.update()
+    found = _measure(config, backbone, documents, compared, masks[MASK].mean_keys, signals)
+    losses = {
+        name: {TASKS: of_mask[:documents], TEXT: of_mask[documents:]}
+        for name, of_mask in zip(compared, found, strict=True)
+    }
     return Verdict(losses, ratios, shares)
 
 
-def _documents(config: RunConfig, backbone: Backbone, count: int) -> Iterator[tuple[str, Batch]]:
-    """Yield documents of the run's tasks, and as many of natural text of the test split."""
-    for kind, mixture in mixtures(config, backbone).items():
-        for i in range(count):
-            yield kind, collate(backbone, [mixture[2 * HELD_OUT + i]]).to(backbone.model.device)
+def _measure(
+    config: RunConfig, backbone: Backbone, documents: int, compared: Mapping[str, Tensor | Precision | Kivi],
+    mean_keys: Tensor | None, signals: Signals | None,
+) -> list[list[float]]:  # fmt: skip
+    """Return KL to dense under each of `compared`, on documents of the run's tasks, and then on as many of text."""
+    division, device, count = Division.of(config.trainer), backbone.model.device, 2 * documents
+    made = mixtures(config, backbone)
+    losses = torch.zeros(len(compared), count, dtype=torch.float64, device=device)
+    phase = f"verdict: measures {amount(len(compared), 'mask')} on {amount(count, 'document')} of no step"
+    with Meter(phase, count * len(compared), "pass", silent=not division.first) as meter:
+        for i, counts, done in division.rounds(count):
+            kind, index = (TASKS, i) if i < documents else (TEXT, i - documents)
+            batch = collate(backbone, [made[kind][2 * HELD_OUT + index]]).to(device)
+            divergences = _divergences(config, backbone, batch, compared, mean_keys, division.ranks)
+            for number, (_, loss) in enumerate(divergences):
+                losses[number, i] += loss * (counts and division.leads)
+                meter.update()
+            meter.update(done * len(compared) - meter.n)
+            division.leave_together(signals, device)
+    division.sum_(losses)
+    return losses.tolist()
 
 
 def mixtures(config: RunConfig, backbone: Backbone) -> dict[str, Mixture]:
@@ -198,11 +218,11 @@ def mixtures(config: RunConfig, backbone: Backbone) -> dict[str, Mixture]:
 @torch.no_grad()
 def _divergences(
     config: RunConfig, backbone: Backbone, batch: Batch, masks: Mapping[str, Tensor | Precision | Kivi],
-    mean_keys: Tensor | None,
+    mean_keys: Tensor | None, ranks: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, float]]:  # fmt: skip
     """Yield KL to dense under each `keep`, layout and KIVI; the document and its questions are read once."""
     model, pruning = backbone.model, config.pruning
-    prefix, question, full = read(model, batch, config.trainer.prefill_kernel, mean_keys)
+    prefix, question, full = read(model, batch, config.trainer.prefill_kernel, mean_keys, pruning.sink, ranks)
     head = Head.of(model)
     given = model, prefix, question, batch.answers.ids, batch.answers.lengths
     how: dict[str, Any] = {"sink": pruning.sink, "window": pruning.window, "empty_heads": "drop"}

@@ -42,6 +42,7 @@ class Prefix:
     lengths: Tensor  # [B] on the host, tokens of each document
     ranks: dist.ProcessGroup | None = None  # processes with a share of the P tokens; None: this has all
     mean_keys: Tensor | None = None  # [L, H, D], what has been subtracted from all keys (`center_`)
+    first_cell: int | None = None  # of a share: its token at which the cells of a layout begin; None: cells are cut
 
     def center_(self, mean_keys: Tensor) -> Self:
         """Subtract mean_keys [L, H, D] from the keys, in place: the students of this prefix prune towards the means.

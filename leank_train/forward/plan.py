@@ -167,8 +167,9 @@ class Layout:
 class Plan:
     """The pieces that the rows of a pass read, which are disjoint and all keys that a row sees, and their layouts."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.pieces = tuple(pieces)
+    def __init__(self, pieces: Sequence[Piece], documents: Sequence[int] = (0,)) -> None:
+        """Plan pieces; documents: the parts that hold the documents' keys, of which ranks may have a share each."""
+        self.pieces, self.documents = tuple(pieces), documents
         self.scales = any(p.scaled for p in pieces)
         self._layouts: dict[tuple[int, int | None, bool], Layout] = {}
 
@@ -185,8 +186,8 @@ class Plan:
 
     def _laid_out(self, size: int, flash_from: int | None, shared: bool) -> Layout:
         flash = [p for p in self.pieces if flash_from and not p.part and p.hidden is None and p.width >= flash_from]
-        documents = [p for p in self.pieces if not p.part and p not in flash]
-        own = [p for p in self.pieces if p.part]
+        documents = [p for p in self.pieces if p.part in self.documents and p not in flash]
+        own = [p for p in self.pieces if p.part not in self.documents]
         if shared:
             shares = _blocks(documents, flash, size)
             return Layout((*shares, *_blocks(own, [], size)), len(shares))

@@ -1,9 +1,9 @@
 """Prefill of contexts that do not fit one GPU: each of the W ranks of a group holds a share of the tokens.
 
 A document is cut into 2 W chunks. Rank r takes the chunks r and 2 W - 1 - r, so that all ranks have the same causal
-work. In every layer, K and V go round the ring of ranks, one share at a time, and the outputs are merged by their
-log-sum-exp. The `Prefix` stays in shares. All ranks of a group run the same answers, and `fused_attention` sums their
-attention over the shares.
+work, but for less than a cell: chunks meet where cells of a layout do, the tokens that share a scale. In every layer, K
+and V go round the ring of ranks, one share at a time, and the outputs are merged by their log-sum-exp. The `Prefix`
+stays in shares. All ranks of a group run the same answers, and `fused_attention` sums their attention over the shares.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from leank.eval.cache.attention.softmax import PLAIN, Softmax, beside_sinks
 from leank.kernels import SCORES_AT_ONCE, cudnn_forward, cudnn_pays, flash_forward, flash_takes, on_hopper
+from leank.precision import GROUP
 from leank.shape import check_decoder
 from leank_train.forward.branching import Keeps, Prefix, checked_lengths
 from leank_train.forward.fused import exp_, product
@@ -29,59 +30,71 @@ def prefill_in_shares(
     lengths: Sequence[int] | Tensor,
     ranks: dist.ProcessGroup,
     kernel: str = "auto",
+    sink: int = 0,
+    cell: int = GROUP,
 ) -> Prefix:
     """`branching.prefill` by all W processes of the group `ranks`, which all call it with the same documents.
 
     kernel: one of `kernels.KERNELS`, of which those without a log-sum-exp stand for the library's flash kernel.
-    Returns a Prefix with this rank's share of the tokens, [B, 2 c] where c = ceil(P / 2 W).
+    sink: token at which the cells of a layout begin; cell: tokens of a cell.
+    Returns a Prefix with this rank's share of the tokens, [B, 2 c] where c is P / 2 W, rounded up to whole cells.
     """
     check_decoder(model)
     lengths = checked_lengths(lengths, document_ids)
-    columns = share(document_ids.shape[1], dist.get_rank(ranks), dist.get_world_size(ranks))
+    rank, world = dist.get_rank(ranks), dist.get_world_size(ranks)
+    columns = share(document_ids.shape[1], rank, world, sink, cell)
     # columns past the end are padding, and repeat the last one
     ids = document_ids[:, to_device(columns.clamp(max=document_ids.shape[1] - 1), document_ids.device)]
     positions = columns.expand(ids.shape)
-    state = RingPass(int(lengths.max()), ranks, model.config.num_hidden_layers, kernel)
+    state = RingPass(int(lengths.max()), ranks, model.config.num_hidden_layers, kernel, sink % cell)
     run_decoder(model, ids, to_device(positions, ids.device), state)
     k_positions = positions.masked_fill(positions >= lengths[:, None], -1)
-    return Prefix(state.keys, state.values, k_positions, lengths, ranks=ranks)
+    first_cell = None if cell % GROUP else (sink % cell if rank == 0 else 0)
+    return Prefix(state.keys, state.values, k_positions, lengths, ranks=ranks, first_cell=first_cell)
 
 
-def share(tokens: int, rank: int, world: int) -> Tensor:
-    """Columns of a rank's two chunks, ascending; the last chunks may reach past `tokens`."""
-    chunk = -(-tokens // (2 * world))
-    columns = torch.arange(chunk)
-    return torch.cat([columns + rank * chunk, columns + (2 * world - 1 - rank) * chunk])
+def share(tokens: int, rank: int, world: int, sink: int = 0, cell: int = 1) -> Tensor:
+    """Columns of a rank's two chunks, ascending; the last chunks may reach past `tokens`.
+
+    Two chunks meet `cell` times any number behind `sink`: what is longer in the first one is shorter in the last one.
+    """
+    chunk, more, last = cell * -(-tokens // (2 * world * cell)), sink % cell, 2 * world - 1
+    meet = [0, *(more + chunk * number for number in range(1, last + 1)), chunk * (last + 1)]
+    return torch.cat([torch.arange(meet[number], meet[number + 1]) for number in (rank, last - rank)])
 
 
 class RingPass(Keeps):
     """Causal attention over the shares of all ranks; keeps this rank's K and V.
 
+    more: by how many tokens the first chunk of the first rank is longer than half a share.
+
     Within its own share a rank attends causally. Both of its chunks see the first chunk of a rank before it. Only its
     second chunk sees a rank after it, and then both chunks. So every step of the ring is the same work on all ranks.
     """
 
-    def __init__(self, longest: int, ranks: dist.ProcessGroup, layers: int, kernel: str) -> None:
+    def __init__(self, longest: int, ranks: dist.ProcessGroup, layers: int, kernel: str, more: int) -> None:
         super().__init__(longest)
-        self.ranks, self.layers, self.kernel = ranks, layers, kernel
+        self.ranks, self.layers, self.kernel, self.more = ranks, layers, kernel, more
         self.rank, self.world = dist.get_rank(ranks), dist.get_world_size(ranks)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax) -> Tensor:
         """Attention of this rank's rows over all shares, [B, Hq, 2 c, D]."""
         held = torch.stack([k, v])  # one message; [2, B, H, 2 c, D]
         self.keep(*held)
-        chunk = q.shape[2] // 2
+        chunks = [q.shape[2] // 2 + (0 if rank else self.more) for rank in range(self.world)]  # first ones, in tokens
+        own = chunks[self.rank]
         for step in range(self.world):
             works, coming = self._pass_on(held) if step + 1 < self.world else ([], held)
             source, (k, v) = (self.rank - step) % self.world, held
+            first = chunks[source]
             if source == self.rank:
                 out, lse = self._block(q, k, v, scale, softmax, causal=True)
             elif source < self.rank:
-                out, lse = merge(out, lse, *self._block(q, k[:, :, :chunk], v[:, :, :chunk], scale, softmax))
+                out, lse = merge(out, lse, *self._block(q, k[:, :, :first], v[:, :, :first], scale, softmax))
             else:
-                late = out[:, :, chunk:], lse[:, :, chunk:]
-                late = merge(*late, *self._block(q[:, :, chunk:], k, v, scale, softmax))
-                out[:, :, chunk:], lse[:, :, chunk:] = late
+                late = out[:, :, own:], lse[:, :, own:]
+                late = merge(*late, *self._block(q[:, :, own:], k, v, scale, softmax))
+                out[:, :, own:], lse[:, :, own:] = late
             for work in works:
                 work.wait()
             held = coming

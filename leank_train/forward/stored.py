@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -65,7 +67,9 @@ class StoredPass(ScaledPass):
 
     Parts 0 to 2 are those of `ScaledPass`, and parts 3 to 5 the same keys and values as they are stored. Cells of
     documents begin behind the sink, as in a cache, those of questions and answers at their own first token. Padding
-    counts as the first key, so that it widens no cell.
+    counts as the last key before it, so that it widens no cell.
+
+    Where ranks have a share of the documents each, the gradient of the widths is that of all shares, on every rank.
 
     widths: real [L, H, D + 2], of the channels of K, and of V; then the head's share.
     group: numbers of a cell; None has the sizes of layouts.
@@ -76,14 +80,19 @@ class StoredPass(ScaledPass):
         window: int, empty_heads: str, group: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(prefix, question, positions, k_positions, widths, sink, window, empty_heads)
-        self.group = group
-        self.sink, self.widths, documents = sink, self.alpha, len(prefix.lengths)
-        self.padding = [  # bool [B, 1, M, T, 1]; a document counts as one branch
-            to_device((at < 0).view(documents, 1, -1, at.shape[1], 1), prefix.device)
-            for at in (prefix.k_positions, question.k_positions, k_positions)
-        ]
+        self.group, self.widths, self.of_documents = group, self.alpha, self.alpha
+        self.first_token, documents = sink, len(prefix.lengths)
+        self.before = [_last_real(at, documents) for at in (prefix.k_positions, question.k_positions, k_positions)]
         self.used = {p.part for p in self.plan.pieces if p.scaled}
-        self.plan = Plan([replace(p, part=p.part + 3) if p.scaled else p for p in self.plan.pieces])
+        pieces = [replace(p, part=p.part + 3) if p.scaled else p for p in self.plan.pieces]
+        if prefix.ranks is None:
+            self.plan = Plan(pieces)
+            return
+        if prefix.first_cell is None:
+            raise ValueError("the ranks' shares of a document cut cells of a layout; prefill it with whole cells")
+        self.plan, self.first_token = Plan(pieces, documents=(0, 3)), prefix.first_cell
+        self.used |= {0}  # all ranks do the same, whatever their shares hold
+        self.of_documents = _OfAllShares.apply(widths.to(prefix.device), prefix.ranks).unbind(0)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softmax: Softmax) -> Tensor:
         """Attention of this layer's rows, [R, Hq, n, D]; ValueError if soft-capped widths are learned."""
@@ -107,12 +116,14 @@ class StoredPass(ScaledPass):
         every = [*whole, *(x for x, _ in middle)], [*values, *(y for _, y in middle)]
         q = F.pad(F.pad(q, (0, 1), value=1.0), (0, SPARE - 1))
         return fused_attention(
-            q, *every, self.plan, scale, alpha, self.empty_heads, flash_from=NO_FLASH, softmax=softmax
-        )
+            q, *every, self.plan, scale, alpha, self.empty_heads, ranks=self.prefix.ranks, flash_from=NO_FLASH,
+            softmax=softmax,
+        )  # fmt: skip
 
     def middle(self, layer: int, part: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a part as they are stored."""
-        first, widths = self.first(part), self.widths[layer][:, None]  # [H, 1, D + 2]
+        widths = (self.widths if part else self.of_documents)[layer][:, None]  # [H, 1, D + 2]
+        first = self.first(part)
         behind = stored(self.branches(part, k)[..., first:, :], widths[:, None, :, :-2], self.group or GROUP)
         behind = behind.flatten(2, 3)
         v = stored(v.mT, widths[..., -2:-1], self.group or value_group(v.shape[-1])).mT
@@ -120,12 +131,40 @@ class StoredPass(ScaledPass):
 
     def first(self, part: int) -> int:
         """The token of each branch of a part at which its cells begin."""
-        return 0 if part else self.sink
+        return 0 if part else self.first_token
 
     def branches(self, part: int, k: Tensor) -> Tensor:
-        """The keys of a part, [B, H, M, T, D], with the first key of a branch in place of padding."""
-        apart = k.unflatten(2, self.padding[part].shape[2:4])
-        return torch.where(self.padding[part], apart[..., :1, :], apart)
+        """The keys of a part, [B, H, M, T, D], with the key before it in place of padding; a document is one branch."""
+        shape, index = self.before[part]
+        apart = k.unflatten(2, shape)
+        return apart if index is None else apart.gather(3, to_device(index, k.device).expand_as(apart))
+
+
+def _last_real(at: Tensor, documents: int) -> tuple[tuple[int, int], Tensor | None]:
+    """Branches of a document and their tokens, and the last real token up to each, [B, 1, M, T, 1]; None: itself.
+
+    at: positions [R, T], -1 for padding.
+    """
+    shape = len(at) // documents, at.shape[1]
+    if (at >= 0).all():
+        return shape, None
+    index = torch.where(at >= 0, torch.arange(at.shape[1]), 0).cummax(1).values
+    return shape, index.view(documents, 1, *shape, 1)
+
+
+class _OfAllShares(torch.autograd.Function):
+    """Widths that every rank applies to its share: their gradient is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, widths: Tensor, ranks: dist.ProcessGroup) -> Tensor:
+        ctx.ranks = ranks
+        return widths.view_as(widths)
+
+    @staticmethod
+    def backward(ctx: Any, d_widths: Tensor) -> tuple[Tensor, None]:
+        d_widths = d_widths.clone()
+        dist.all_reduce(d_widths, group=ctx.ranks)
+        return d_widths, None
 
 
 class WholePass(StoredPass):
@@ -144,10 +183,7 @@ def stored_student(
 
     rounds: whether numbers are rounded to their widths; else a key's channel fades below `LEAST`, and no more.
     group: numbers of a cell, as in `StoredPass`.
-    Raises ValueError for documents that several processes share.
     """
-    if prefix.ranks is not None:
-        raise ValueError("widths are learned where one process has whole documents; set trainer.sequence_parallel=1")
     positions, k_positions = answer_positions(question, answer_ids, lengths)
     kind = StoredPass if rounds else WholePass
     state = kind(prefix, question, positions, k_positions, widths, sink, window, empty_heads, group)

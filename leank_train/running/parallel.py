@@ -5,22 +5,24 @@ conf/train/trainer has the settings.
 
 import logging
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import lightning as L
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from leank.data_gen.amount import amount
 from leank.errors import in_one_line
 from leank.kernels import KERNELS
 from leank.typed import BadConfig, Checked, OneOf, Positive, shown
-from leank_train.running.preempt import environments
+from leank_train.running.preempt import Signals, environments
 
 OWN_SETTINGS = ("sequence_parallel", "shard_weights", "prefill_kernel")  # settings that lightning.Trainer does not take
 WHOLE = (None, 32, "32", "32-true", 64, "64", "64-true")  # precisions of Lightning that round nothing to half
@@ -65,12 +67,71 @@ class TrainerConfig(Checked):
 
     def context_ranks(self) -> dist.ProcessGroup | None:
         """The neighbouring ranks that share this one's contexts; None if it has its own. Every rank must call it."""
-        return dist.new_subgroups(self.sequence_parallel)[0] if self.sequence_parallel > 1 else None
+        return _neighbours(self.sequence_parallel, dist.group.WORLD) if self.sequence_parallel > 1 else None
+
+
+@cache
+def _neighbours(size: int, world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group of `size` neighbouring ranks; one for all phases, since each has connections and buffers of its own."""
+    return dist.new_subgroups(size)[0]
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the processes of a run divide documents that they read outside of its steps.
+
+    A rank, or the ranks that share contexts together, takes one document of each round. All take part in every round,
+    because they may need each other's weights; one that is left without a document repeats the last, which counts once.
+    """
+
+    number: int = 0  # of this rank's document in a round
+    width: int = 1  # documents of a round
+    ranks: dist.ProcessGroup | None = None  # processes with a share of this rank's document; None: this has all
+    first: bool = True  # whether this is the run's first process
+
+    @classmethod
+    def of(cls, config: TrainerConfig) -> Self:
+        """Return that of the processes that have met (`meet`). Every rank must call it."""
+        if not dist.is_initialized():
+            return cls()
+        rank, together = dist.get_rank(), config.sequence_parallel
+        return cls(rank // together, dist.get_world_size() // together, config.context_ranks(), rank == 0)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process counts what all processes with a share of its document know."""
+        return self.ranks is None or dist.get_rank(self.ranks) == 0
+
+    def rounds(self, count: int, done: int = 0) -> Iterator[tuple[int, bool, int]]:
+        """Yield for each round the number of this rank's document, whether it counts, and how many are then done.
+
+        count: documents in all; done: those that need not be read again.
+        """
+        for start in range(done, count, self.width):
+            mine = start + self.number
+            yield min(mine, count - 1), mine < count, min(start + self.width, count)
+
+    def sum_(self, *tensors: Tensor) -> None:
+        """Replace each tensor by its sum over all processes."""
+        if dist.is_initialized():
+            for one in tensors:
+                dist.all_reduce(one)
+
+    def leave_together(self, signals: Signals | None, device: torch.device) -> None:
+        """Raise SystemExit in every process if a signal has come to any of them; all call it between rounds."""
+        if signals is None or not dist.is_initialized():
+            return
+        received = torch.tensor(signals.received, device=device)
+        dist.all_reduce(received, dist.ReduceOp.MAX)
+        if received:
+            signals.received = int(received)
+            signals.leave(first=self.first)
 
 
 def trainer(config: TrainerConfig, **more: Any) -> L.Trainer:
     """Make a Trainer. Raises ValueError if sequence_parallel does not divide the number of processes."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # its notes on hardware and products
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # its notes on hardware and products
     for words in LIGHTNING_NOTES:
         warnings.filterwarnings("ignore", words)
     given = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in OWN_SETTINGS}
@@ -95,22 +156,27 @@ def device(config: TrainerConfig) -> torch.device:
     return trainer(config, logger=False).strategy.root_device
 
 
+def meet(config: TrainerConfig) -> None:
+    """Start the other processes, unless `srun` or `torchrun` has, and wait for all; they call this, too."""
+    made = trainer(config, logger=False)
+    if made.world_size > 1 and made.strategy.launcher is not None:
+        made.strategy.launcher.launch(made.strategy.setup_environment)
+
+
 def role(config: TrainerConfig) -> tuple[bool, int]:
     """Whether this process is the run's first, and how many there are; the processes need not be connected."""
     made = trainer(config, logger=False)
     return made.is_global_zero, made.world_size
 
 
-def shard(model: PreTrainedModel, device: torch.device, head: bool = False) -> None:
-    """Leave each rank a share of every layer's weights; a layer is gathered while it runs. A second call does nothing.
+def shard(model: PreTrainedModel, device: torch.device) -> None:
+    """Leave each rank a share of every layer's weights; a layer is gathered while it runs.
 
     model: on the CPU, where all processes of a node share the pages of its file. Its layers move one after the other.
-    head: whether the head, which hidden states do not need, moves to `device` as a whole (2.1 GB of the 70B model).
+        The head, which hidden states do not need, moves to `device` as a whole (2.1 GB of the 70B model).
     """
-    if head:
-        model.get_output_embeddings().to(device)
-    if isinstance(model.base_model, FSDPModule):
-        return
+    if (head := model.get_output_embeddings()) is not None:
+        head.to(device)
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     layers: Iterable[torch.nn.Module] = model.base_model.layers  # type: ignore[assignment]
     for block in (*layers, model.base_model):

@@ -14,16 +14,19 @@ BETWEEN_LINES = 30.0  # seconds
 
 
 class Meter(tqdm):
-    """Reports `total` steps on standard output, after `done` earlier ones; a log file gets whole lines."""
+    """Reports `total` steps on standard output, after `done` earlier ones; a log file gets whole lines.
+
+    silent: in all processes of a run but the first.
+    """
 
     monitor_interval = 0  # no thread of tqdm's own: a run forks
 
-    def __init__(self, phase: str, total: int, unit: str = "step", done: int = 0) -> None:
+    def __init__(self, phase: str, total: int, unit: str = "step", done: int = 0, silent: bool = False) -> None:
         self.lines = not sys.stdout.isatty()
         form: dict[str, Any] = {"mininterval": BETWEEN_LINES, "miniters": 1, "bar_format": LINE} if self.lines else {}
         super().__init__(
             desc=phase, total=total, initial=done, unit=f" {plural(unit)}", file=sys.stdout, dynamic_ncols=True,
-            smoothing=0.1, **form,
+            smoothing=0.1, disable=silent, **form,
         )  # fmt: skip
 
     def display(self, *given: Any, **more: Any) -> None:

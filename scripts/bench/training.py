@@ -22,9 +22,10 @@ step     OUT/bench_training_SHAPE_LENGTH.json: seconds (the median; "first" is t
 scaling  OUT/scaling.json: `python -m leank_train`, stage 1 alone, one process as it is and several with each --trainer
          in turn; sequence_parallel shares each document among all of them. Documents are the same in every run.
          Seconds per step come from the run's own record, without the first --warm-up. The output is in OUT/NAME.log
-masks    OUT/same_masks.csv, a line for each OTHER: equal, the share of channels that both masks keep or both prune;
-         largest and mean difference of two scores of one channel after stage 2; loss, the relative difference of the
-         distillation loss in the last step of stage 1
+masks    OUT/same_masks.csv, a line for each OTHER: equal, the share of channels that both masks keep or both prune,
+         or to which both layouts give the same bits; largest and mean difference of two scores of one channel (of a
+         layout: of one block) at the end; loss, the relative difference of the distillation loss in the last step of
+         stage 1
 """
 
 import argparse
@@ -339,8 +340,10 @@ def last_loss(run: Path) -> float:
 
 def compare(one: Path, other: Path) -> Record:
     """How far the mask and scores of `other` are from those of `one`; see the module's docstring."""
-    masks = [ChannelMask.load(run / "mask.safetensors").keep for run in (one, other)]
-    apart = torch.sub(*(load_file(run / "alpha.safetensors")["alpha"] for run in (one, other))).abs()
+    found = [ChannelMask.load(run / "mask.safetensors") for run in (one, other)]
+    masks = [mask.keep if mask.precision is None else mask.precision.key_bits for mask in found]
+    scores = [load_file(run / "alpha.safetensors") for run in (one, other)]
+    apart = torch.sub(*(of_run["path" if "path" in of_run else "alpha"] for of_run in scores)).abs()
     loss, of = last_loss(other), last_loss(one)
     return {
         "one": one.name, "other": other.name, "channels": masks[0].numel(),

@@ -4,6 +4,7 @@ import torch
 
 from leank.shape import kv_shape
 from leank_train.forward.branching import branch, student
+from leank_train.forward.stored import stored_student
 
 DOCUMENTS, QUESTIONS, ANSWERS = [23, 17], [4, 7, 1, 5], [3, 1, 5, 2]  # two branches per document, uneven
 
@@ -32,14 +33,26 @@ def scores(dim=8):
     return alpha.requires_grad_()
 
 
-def step(model, prefix, sink, window, empty_heads):
-    """What training takes from a prefix: the teacher's rows, the student's, and the gradient."""
+def widths(dim=8):
+    """Random widths [L, H, D + 2] of a layout that is being learned, off the grid, with a head that fades."""
+    found = 0.1 + 9 * torch.rand(2, 2, dim + 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    found[..., -2:-1] += 2
+    found[..., -1] = 1
+    found[0, 1, -1] = 0.4
+    return found.requires_grad_()
+
+
+def step(model, prefix, sink, window, empty_heads, layout=False):
+    """What training takes from a prefix: the teacher's rows, the student's, and the gradient.
+
+    layout: whether the student reads a layout of bits.
+    """
     _, questions, answers = batch()
     both = [torch.cat(pair) for pair in zip(questions, answers, strict=True)]
     teacher = branch(model, prefix, pad(both), [len(x) for x in both])
-    question, alpha = teacher.cut(QUESTIONS), scores(kv_shape(model.config).head_dim)
-    zones = {"sink": sink, "window": window}
-    hidden = student(model, prefix, question, pad(answers), ANSWERS, alpha, **zones, empty_heads=empty_heads)
+    question, alpha = teacher.cut(QUESTIONS), (widths if layout else scores)(kv_shape(model.config).head_dim)
+    zones, run = {"sink": sink, "window": window}, stored_student if layout else student
+    hidden = run(model, prefix, question, pad(answers), ANSWERS, alpha, **zones, empty_heads=empty_heads)
     seen = torch.arange(hidden.shape[1]) < torch.tensor(ANSWERS)[:, None]
     loss = (hidden[seen] * torch.arange(hidden[seen].numel()).view(hidden[seen].shape).cos()).sum()
     (gradient,) = torch.autograd.grad(loss, alpha)

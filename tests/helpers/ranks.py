@@ -30,7 +30,14 @@ def two_ranks(model, cwd, out, *extra):
     return tiny_run.cli(model, cwd, *extra, *of_ranks(), out=out)
 
 
-def forked_ranks(model, cwd, out, *extra, trainer="ddp", devices=2):
-    """The same as forks of this process, as if `torchrun` had started them; returns what they print."""
+def forked_ranks(model, cwd, out, *extra, trainer="ddp", devices=2, death=""):
+    """The same as forks of this process, as if `torchrun` had started them; returns what they print.
+
+    death: code that makes a rank die in what follows, such as `tiny_run.at_step(3)`; "" lets all live.
+    """
     line, env = tiny_run.line_and_env(model, *extra, *of_ranks(trainer, devices), out=out)
-    return forked.ranks(line, cwd, env, devices, cwd / f"{out}.log")
+    if death:
+        assert line[1:3] == ["-m", "leank_train"]
+        program = f"import runpy\nfrom tests.helpers import tiny_run\n{death}\n"
+        line[1:3] = ["-c", f"{program}runpy.run_module('leank_train', run_name='__main__', alter_sys=True)"]
+    return forked.ranks(line, cwd, env, devices, cwd / f"{out}.log", killed=bool(death))

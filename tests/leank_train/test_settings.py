@@ -180,7 +180,6 @@ def test_evaluation_refuses_nonsense(make, message):
         (["stage1.reduction=paper"], "stage1.reduction='paper' with stage1.lam='auto'"),
         (["trainer.sequence_parallel=2"], "trainer.sequence_parallel=2 needs several processes"),
         (["trainer.shard_weights=true"], "trainer.shard_weights=True needs several processes"),
-        (["trainer=fsdp", "stage1.steps=0", "stage2.steps=0"], "take the closed form's mask, .*; give steps"),
         (["trainer=fsdp", "validation.samples=1"], "validation.samples=1: validation runs in one process"),
         (
             ["trainer=sequence_parallel", "+model.overrides.rope_parameters={rope_type: dynamic, factor: 2.0}"],

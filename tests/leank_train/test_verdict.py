@@ -19,10 +19,11 @@ from leank.eval.run.replay import Settings
 from leank.mask import ChannelMask
 from leank.shape import DecoderShape, kv_shape
 from leank.shipped import SHIPPED
+from leank_train.data import HELD_OUT, collate
 from leank_train.settings import check
 from leank_train.stages import Stage1
 from leank_train.train import run
-from leank_train.verdict import MASK, NO_MIDDLE, STAGE1, TASKS, Kivi, Verdict, _divergences, _documents, equal
+from leank_train.verdict import MASK, NO_MIDDLE, STAGE1, TASKS, Kivi, Verdict, _divergences, equal, mixtures
 from tests.helpers.tiny_run import settings
 
 
@@ -107,7 +108,7 @@ def test_one_document_gives_figures_and_neither_doubt_nor_interval():
 def test_kivi_is_a_layout_with_cells_of_its_own_size(model_folder):
     config = check(settings(model_folder))
     backbone = backbones.load(str(model_folder), "float32")
-    (_, batch), *_ = _documents(config, backbone, 1)
+    batch = collate(backbone, [mixtures(config, backbone)[TASKS][2 * HELD_OUT]])
     forms = {"layout": equal(backbone.shape, 2)}
     forms |= {f"kivi{bits}": Kivi.of(backbone.shape, bits) for bits in (2, 4)}
     found = dict(_divergences(config, backbone, batch, forms, None))
@@ -125,7 +126,8 @@ def test_the_divergence_is_that_of_a_stage(model_folder, compensated):
     keep[0, 1] = False
     means = torch.randn(tuple(backbone.shape), generator=torch.Generator().manual_seed(1)) if compensated else None
     stage = Stage1(backbone, config.stage1, config.pruning, parallel=config.trainer, mean_keys=means)
-    for _, batch in _documents(config, backbone, 1):
+    for mixture in mixtures(config, backbone).values():
+        batch = collate(backbone, [mixture[2 * HELD_OUT]])
         found = dict(_divergences(config, backbone, batch, {"mine": keep, "dense": torch.ones_like(keep)}, means))
         assert found["mine"] == pytest.approx(float(stage.distillation(batch, keep)), rel=1e-5)
         assert found["dense"] == pytest.approx(0, abs=1e-6)

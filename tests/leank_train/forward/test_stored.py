@@ -162,9 +162,3 @@ def test_shares_of_soft_capped_heads_are_not_learned():
     state, given, _ = the_pass(random_widths(0).requires_grad_())
     with pytest.raises(ValueError, match=r"^this model's softmax has soft-capped logits"):
         state.attend(0, *given, 0.3, Softmax(softcap=2.0))
-
-
-def test_shared_documents_are_refused():
-    prefix = Prefix([], [], torch.zeros(1, 1), torch.ones(1), ranks=object())
-    with pytest.raises(ValueError, match="sequence_parallel=1"):
-        stored_student(None, prefix, None, None, None, None, sink=0, window=1, empty_heads="zero")

@@ -1,5 +1,6 @@
 """Several processes train what one trains: data, sequence and weights divided among ranks."""
 
+import json
 import os
 import time
 from datetime import timedelta
@@ -17,7 +18,7 @@ from leank.data_gen.tasks import Mixture
 from leank.mask import ChannelMask
 from leank_train import data
 from leank_train.data import RetrievalData, Steps, collate
-from leank_train.forward import fused, sequence_parallel
+from leank_train.forward import fused, sequence_parallel, stored
 from leank_train.forward.branching import prefill
 from leank_train.forward.sequence_parallel import block_attention, prefill_in_shares, share
 from leank_train.running.parallel import shard
@@ -74,6 +75,95 @@ def test_ranks_learn_what_one_process_learns(
     torch.testing.assert_close(alpha(tmp_path / "ranks"), alpha(tmp_path / "one"), rtol=1e-5, atol=1e-6)
     ranks, one = (ChannelMask.load(tmp_path / name / "mask.safetensors") for name in ("ranks", "one"))
     assert torch.equal(ranks.keep, one.keep)
+
+
+LAYOUTS = [
+    *LONG, *STEERED, "stage2.steps=0", "pruning.compensation=mean", "data.calibration=3", "validation.heldout=2",
+]  # fmt: skip
+KINDS = {
+    "layouts": [*LAYOUTS, "pruning.bytes=0.3", "pruning.align=16"],
+    "factors": [*LAYOUTS, "pruning.learns=factors"],
+    "closed_form": [*LAYOUTS, "stage1.steps=0"],
+}
+IN_STEP, IN_CLOSED_FORM = "tiny_run.at_step(3)", "tiny_run.die_at_file('closed_form.ckpt', 'after')"
+
+
+@pytest.fixture(scope="module")
+def alone(model_folder, tmp_path_factory):
+    """The run of a kind in one process, with two documents a step; made once."""
+    made = {}
+
+    def of(kind):
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind)
+            run(settings(model_folder, *KINDS[kind], "data.documents=2"), made[kind])
+        return made[kind]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("kind", "trainer", "death"),
+    [
+        ("layouts", "ddp", IN_STEP),
+        ("layouts", "fsdp", IN_CLOSED_FORM),
+        ("layouts", "sequence_parallel", IN_STEP),
+        pytest.param("factors", "ddp", IN_CLOSED_FORM, marks=slow),
+        pytest.param("factors", "fsdp", IN_STEP, marks=slow),
+        pytest.param("factors", "sequence_parallel", IN_CLOSED_FORM, marks=slow),
+        *(pytest.param("closed_form", one, "", marks=slow) for one in ("ddp", "fsdp", "sequence_parallel")),
+    ],
+)
+def test_killed_ranks_go_on_to_the_means_layouts_and_verdict_of_one_process(
+    model_folder, tmp_path, alone, kind, trainer, death
+):
+    """In float64, sums differ by their order alone; three documents leave one rank without any in the second round."""
+    more = [*SEQUENCE, "data.documents=2"] if trainer == "sequence_parallel" else []
+    if death:
+        forked_ranks(model_folder, tmp_path, "ranks", *KINDS[kind], *more, trainer=trainer, death=death)
+        assert not (tmp_path / "ranks/mask.safetensors").exists()
+    output = forked_ranks(model_folder, tmp_path, "ranks", *KINDS[kind], *more, trainer=trainer)
+    assert output.count("mask      ") == output.count("verdict: measures") / 2 == 1  # the first and the last line
+    ours, theirs = tmp_path / "ranks", alone(kind)
+    kept = [torch.load(out / "checkpoints/closed_form.ckpt", weights_only=True) for out in (ours, theirs)]
+    for part in ("keys", "values", "empty"):
+        torch.testing.assert_close(kept[0][part], kept[1][part], rtol=1e-9, atol=1e-15)
+        assert kept[0][part].any()
+    if kind != "closed_form":
+        for a, b in zip(record(ours, "stage1"), record(theirs, "stage1"), strict=True):
+            assert a == pytest.approx(b, rel=1e-5)  # alpha is float32
+    assert {f.relative_to(ours) for f in ours.rglob("*.safetensors")} == {
+        f.relative_to(theirs) for f in theirs.rglob("*.safetensors")
+    }
+    for name in (f.relative_to(ours) for f in ours.rglob("mask*.safetensors")):
+        a, b = (ChannelMask.load(out / name) for out in (ours, theirs))
+        assert torch.equal(a.keep, b.keep)
+        torch.testing.assert_close(a.mean_keys, b.mean_keys, rtol=1e-5, atol=1e-6)
+        assert a.mean_keys.any()
+        if kind == "layouts":
+            assert torch.equal(a.precision.key_bits, b.precision.key_bits)
+            assert torch.equal(a.precision.value_bits, b.precision.value_bits)
+    a, b = (json.loads((out / "metrics.json").read_text())["verdict"] for out in (ours, theirs))
+    assert {**a, "kl": None} == {**b, "kl": None}
+    for name, found in a["kl"].items():
+        assert found == pytest.approx(b["kl"][name], rel=1e-6)
+        assert min(found.values()) > 0
+
+
+def test_a_signal_to_one_rank_ends_all_after_their_documents(model_folder, tmp_path):
+    death = """
+import os, signal
+from leank_train import layouts
+draw = layouts._towards_labels
+def interrupted(*given):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return draw(*given)
+layouts._towards_labels = interrupted
+"""
+    output = forked_ranks(model_folder, tmp_path, "ranks", *KINDS["closed_form"], death=death)
+    assert output.count("stopped by SIGTERM; ") == output.count("ranks keeps its checkpoints; to go on:") == 1
+    assert torch.load(tmp_path / "ranks/checkpoints/closed_form.ckpt", weights_only=True)["documents"] == 2
 
 
 def test_ranks_of_one_step_may_have_different_tasks(model_folder):
@@ -170,8 +260,7 @@ def one_of_two(rank, address):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", f"file://{address}", timedelta(seconds=60), rank=rank, world_size=2)
     model, whole = tiny_model("llama"), tiny_model("llama")
-    for _ in range(2):  # the second stage asks again
-        shard(model, torch.device("cpu"))
+    shard(model, torch.device("cpu"))
     documents = pad(batch()[0])
     ours, theirs = (step(m, prefill(m, documents, DOCUMENTS), 3, 6, "drop") for m in (model, whole))
     for a, b in zip(ours, theirs, strict=True):
@@ -185,12 +274,14 @@ def test_a_rank_holds_half_the_weights(tmp_path):
     mp.start_processes(one_of_two, (tmp_path / "address",), 2, start_method="fork")
 
 
+CELL = 4  # tokens, so that these short documents have several cells
 ZONES = [(3, 6), (0, 1), (8, 30), (1, 5)]  # (sink, window); in the third no token is in the middle
 
 
 def one_rank(rank, world, address, flash):
     if flash:  # the flash kernel reads what it can of these few keys, as it does on a GPU
         fused.FLASH_FROM, fused.flash_takes = 1, lambda q: True
+    stored.GROUP = sequence_parallel.GROUP = CELL
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{address}", timedelta(seconds=60), rank=rank, world_size=world)
@@ -198,11 +289,11 @@ def one_rank(rank, world, address, flash):
     for model, zones in models:
         documents, lengths = pad(batch()[0]), DOCUMENTS
         whole = prefill(model, documents, lengths)
-        shared = prefill_in_shares(model, documents, lengths, dist.group.WORLD)
-        columns = share(documents.shape[1], rank, world)
+        shared = prefill_in_shares(model, documents, lengths, dist.group.WORLD, sink=1, cell=2)
+        columns = share(documents.shape[1], rank, world, sink=1, cell=2)
         real = columns < documents.shape[1]
         for ours, theirs in zip(shared.keys + shared.values, whole.keys + whole.values, strict=True):
-            assert ours.shape[2] == len(columns) == 2 * -(-documents.shape[1] // (2 * world))
+            assert ours.shape[2] == len(columns) == 4 * -(-documents.shape[1] // (4 * world))
             for b, length in enumerate(lengths):
                 inside = columns < length
                 torch.testing.assert_close(ours[b, :, inside], theirs[b][:, columns[inside]])
@@ -213,6 +304,20 @@ def one_rank(rank, world, address, flash):
                 ours, theirs = (step(model, p, sink, window, empty_heads) for p in (shared, whole))
                 for a, b in zip(ours, theirs, strict=True):
                     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+            if model.config.model_type != "gemma2":  # layouts of soft-capped models are not learned
+                cells = prefill_in_shares(model, documents, lengths, dist.group.WORLD, sink=sink, cell=CELL)
+                ours, theirs = (step(model, p, sink, window, "zero", layout=True) for p in (cells, whole))
+                for a, b in zip(ours, theirs, strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    with pytest.raises(ValueError, match="shares of a document cut cells"):
+        step(
+            models[0][0],
+            prefill_in_shares(models[0][0], documents, lengths, dist.group.WORLD, cell=2),
+            3,
+            6,
+            "zero",
+            True,
+        )
     dist.destroy_process_group()
 
 
@@ -220,6 +325,18 @@ def one_rank(rank, world, address, flash):
 def test_shares_are_one_process(world, flash, tmp_path):
     """Two documents of 23 and 17 tokens: the chunks of 2 and of 3 ranks end in padding, and a row ends in others."""
     mp.start_processes(one_rank, (world, tmp_path / "address", flash), world, start_method="fork")
+
+
+@given(st.integers(1, 200), st.integers(1, 8), st.integers(0, 20), st.integers(1, 9))
+def test_shares_are_disjoint_and_complete_and_hold_whole_cells(tokens, world, sink, cell):
+    shares = [share(tokens, rank, world, sink, cell).tolist() for rank in range(world)]
+    assert sorted(column for columns in shares for column in columns) == [*range(sum(map(len, shares)))]
+    assert 0 <= sum(map(len, shares)) - tokens < 2 * world * cell
+    assert len({len(columns) for columns in shares}) == 1
+    for columns in shares:
+        assert columns == sorted(columns)
+        starts = [b for a, b in zip([-1, *columns], columns, strict=False) if b != a + 1]
+        assert all((start - sink) % cell == 0 for start in starts)
 
 
 @given(st.integers(1, 200), st.integers(1, 8))
