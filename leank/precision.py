@@ -57,16 +57,23 @@ class Precision:
         """Channels of K that are not pruned, bool [L, H, D]."""
         return self.key_bits > 0
 
-    def token_bytes(self, itemsize: int = 2) -> tuple[Tensor, Tensor]:
-        """Bytes of a middle token's K and V in every head, scales and room counted, float64 [L, H] each."""
-        k = key_bytes(counts(self.key_bits).unbind(-1), itemsize)
-        v = value_bytes(self.value_bits.long(), self.key_bits.shape[-1], itemsize) * self.keep.any(-1)
+    def token_bytes(self, itemsize: int = 2, group: int | None = None) -> tuple[Tensor, Tensor]:
+        """Bytes of a middle token's K and V in every head, scales and room counted, float64 [L, H] each.
+
+        group: numbers that share a scale, KIVI's; None = those of a layout
+        """
+        k = key_bytes(counts(self.key_bits).unbind(-1), itemsize, group or GROUP)
+        v = value_bytes(self.value_bits.long(), self.key_bits.shape[-1], itemsize, group) * self.keep.any(-1)
         return k.double() / PAGE, v.double() / PAGE
 
     @property
     def middle_bytes(self) -> float:
         """Bytes of a middle token over those of a dense one, K and V of 16 bits: what a budget bounds."""
-        return float(sum(x.sum() for x in self.token_bytes()) / (4 * self.key_bits.numel()))
+        return self.share()
+
+    def share(self, group: int | None = None) -> float:
+        """Return `middle_bytes`, where `group` numbers share a scale as in `token_bytes`."""
+        return float(sum(x.sum() for x in self.token_bytes(group=group)) / (4 * self.key_bits.numel()))
 
 
 def value_group(head_dim: int) -> int:

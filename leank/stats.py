@@ -25,6 +25,11 @@ Values = NDArray[np.float64]
 Picks = NDArray[np.int64]
 
 
+def evenly(i: int) -> float:
+    """Return the i-th of numbers that fill [0, 1) evenly, however many there are: multiples of the golden ratio."""
+    return i * 0.6180339887498949 % 1
+
+
 def interval(strata: Strata, draws: int = DRAWS, seed: int = 0) -> Ends:
     """Percentile bootstrap interval of the mean of the strata's means, at the level LEVEL.
 

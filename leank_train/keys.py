@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,6 +158,7 @@ def of_text(name: str) -> KeySizes:
     text = "\n".join(haystack.paragraphs(None, "test"))
     limit = getattr(lm.model.config, "max_position_embeddings", None) or PROBED
     ids = torch.tensor([lm.encode_context(text[: 8 * PROBED])[: min(PROBED, limit)]], device=lm.model.device)
+    print(f"reads the keys of a text of {ids.shape[1]} tokens", file=sys.stderr, flush=True)
     with torch.no_grad():
         found = prefill(lm.model, ids, None, 0)
     keys = [layer.keys[0].float().cpu() for layer in found.layers]

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from leank import stats
 from leank.allocation import Grid, allocate, blocks, channel_scores, first_gains, gains
 from leank.backbone import Backbone
 from leank.data_gen.amount import amount
@@ -56,7 +57,6 @@ SOFT = (
 HIGHEST = 0.35  # budget of a step: with more bytes nothing is lost that could be learned from
 NOISE = 1e-4  # nats an answer token; differences below it are not worth learning
 RATE = 0.1  # of all steps together, if single documents moved alpha at random: the noise of the factors
-GOLDEN = 0.6180339887498949  # its multiples, modulo 1, fill [0, 1] evenly, however many there are
 DRAWS = 4  # of the closed form: labels drawn for each answer token
 DOCUMENT_SEEDS = 2**32  # times a document's number, added to the run's seed, seeds its draws, whichever rank has it
 
@@ -189,7 +189,7 @@ class LayoutStage(Stage):
     def budget(self) -> float:
         """Return the budget of this step, of which the logarithms lie evenly from the lowest budget to `HIGHEST`."""
         low = self.lowest
-        return low * (max(low, HIGHEST) / low) ** (self.trainer.global_step * GOLDEN % 1)
+        return low * (max(low, HIGHEST) / low) ** stats.evenly(self.trainer.global_step)
 
     def student(self, prefix: Prefix, question: Branch, batch: Batch, beta: Tensor | None) -> Tensor:
         """Return the student's rows of the answers, [R, N, hidden]."""

@@ -25,7 +25,7 @@ from leank.data_gen.amount import amount
 from leank.data_gen.tasks import Mixture
 from leank.head import Head, check_head
 from leank.mask import ChannelMask
-from leank.precision import WHOLE, Precision
+from leank.precision import Precision
 from leank.shape import DecoderShape
 from leank_train.data import HELD_OUT, Batch, collate
 from leank_train.forward.branching import student
@@ -52,7 +52,7 @@ Losses = Mapping[str, Mapping[str, list[float]]]
 
 @dataclass(frozen=True)
 class Kivi:
-    """KIVI's form of the middle: equal bits everywhere, in cells of KIVI's own size."""
+    """KIVI's form of the middle: equal bits everywhere, in groups of KIVI's own size."""
 
     precision: Precision
     group: int  # numbers that share a scale and a zero point
@@ -65,7 +65,7 @@ class Kivi:
     @property
     def middle_bytes(self) -> float:
         """Bytes of a middle token over those of a dense one, scales counted."""
-        return int(self.precision.value_bits[0, 0]) / WHOLE + 2 / self.group
+        return self.precision.share(self.group)
 
 
 def equal(shape: DecoderShape, bits: int) -> Precision:

@@ -10,10 +10,11 @@ import matplotlib.colors
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from leank.stats import evenly
+
 # readable on white and on near-black, and told apart by most colour-blind readers; dense is the text's own colour
 PALETTE = ("#0083c9", "#e8710a", "#1a9e77", "#c2549f", "#a97c10", "#6b6fd6", "#d13b3b", "#5f8f2f")
 MARKERS = "osD^vPX*"
-GOLDEN = 0.6180339887498949  # its multiples, modulo 1, are hues that lie apart, however many there are
 INK = "#010203"  # stands for the text's colour; the SVG has it replaced
 NAMES, ROOM, LINE = 3, 8, 0.2  # of a legend: names in a line, lines that a sheet has room for, inches of a line
 SETTINGS: Any = {
@@ -34,7 +35,7 @@ def colours(number: int) -> list[str]:
     """As many different colours: the palette, or where it is too small, hues that lie apart, in turn dark and light."""
     if number <= len(PALETTE):
         return list(PALETTE[:number])
-    of = (colorsys.hls_to_rgb(GOLDEN * i % 1, 0.38 if i % 2 else 0.55, 0.6) for i in range(number))
+    of = (colorsys.hls_to_rgb(evenly(i), 0.38 if i % 2 else 0.55, 0.6) for i in range(number))
     return [matplotlib.colors.to_hex(rgb) for rgb in of]
 
 

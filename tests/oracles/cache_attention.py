@@ -11,7 +11,6 @@ from torch.nn.functional import pad
 
 from leank.eval.cache.attention.ranking import Bounds
 from leank.eval.cache.attention.softmax import PLAIN, Softmax
-from leank.eval.cache.naive import best_pages, highest
 from leank.eval.cache.storage.eviction import Eviction
 from leank.eval.cache.storage.store import Store
 from leank.eval.methods.reads.double_sparsity import Labels, rounded
@@ -92,3 +91,18 @@ def see(policy: Eviction, row: int, head: int, weights: Tensor) -> None:
     policy.scores = pad(policy.scores, (0, max(0, len(weights) - policy.scores.shape[-1])))
     policy.held[row, head] = len(weights)
     scores_of(policy, row, head).mul_(policy.decay).add_(weights)
+
+
+def highest(score: Tensor, most: int) -> Tensor:
+    """Bool [..., n]: the `most` highest scores of each row."""
+    chosen = score.topk(min(most, score.shape[-1])).indices
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, chosen, True)
+
+
+def best_pages(q: Tensor, low: Tensor, high: Tensor, page: int, most: int) -> Tensor:
+    """Bool [..., pages * page]: the tokens of the `most` pages whose keys could score highest (Quest, Algorithm 1).
+
+    q: [..., c]; low, high: [pages, c], smallest and largest key of each page
+    """
+    bound = torch.maximum(q[..., None, :] * low, q[..., None, :] * high).sum(-1)
+    return highest(bound, most).repeat_interleave(page, -1)

@@ -13,7 +13,6 @@ from transformers import Cache
 from leank import ChannelMask, compressed_cache
 from leank.eval.cache import CompressedCache, Sizes, bytes_per_row
 from leank.eval.cache.hook import ATTENTION
-from leank.eval.cache.naive import in_bits
 from leank.eval.cache.storage.banded import codecs
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.quantised import Packing, tokens_from_lines, tokens_in_lines
@@ -30,6 +29,7 @@ from tests import ROOT
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, SEEDS, OracleLayer, compare, left_padded, run, tiny_model
 from tests.helpers.layouts import layout, layout_mask
 from tests.helpers.segments import LAST, check_segment
+from tests.oracles.bits import in_bits
 
 SHAPE, SIZES = (LAYERS, HEADS, DIM), (2, 70, 64)
 FULL = torch.full(SHAPE, 16, dtype=torch.uint8)

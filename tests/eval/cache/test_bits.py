@@ -11,7 +11,6 @@ from transformers import Cache
 from leank.eval.cache import Sizes, bytes_per_row, compressed_cache
 from leank.eval.cache.hook import ATTENTION
 from leank.eval.cache.memory import measure_store
-from leank.eval.cache.naive import fake_quantise
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.codecs import OfHeads
 from leank.eval.cache.storage.middle import Middle
@@ -37,6 +36,7 @@ from tests.helpers.cache_oracle import (
     tiny_model,
 )
 from tests.helpers.segments import LAST, check_segment, random_channels
+from tests.oracles.bits import fake_quantise
 
 BITS = st.sampled_from([2, 4, 8])
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -7,11 +7,12 @@ import torch
 
 from leank.eval.cache.attention.backend import choose_backend
 from leank.eval.cache.layer import CompressedLayer
-from leank.eval.cache.naive import Head, Rules, highest
+from leank.eval.cache.naive import Head, Rules
 from leank.eval.cache.storage.eviction import HeavyHitters
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.methods.reads.double_sparsity import Labels
+from tests.oracles.cache_attention import highest
 
 HEADS, DIM, GROUP, SIZES = 2, 8, 3, (2, 5, 3)
 

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leank.eval.cache.naive import fake_quantise
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.methods.bits.kitty import Boosted, Kitty
 from tests.helpers.segments import LAST, check_segment, random_channels
+from tests.oracles.bits import fake_quantise
 
 
 def by_hand(k, v, share, group):

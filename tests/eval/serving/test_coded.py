@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leank.eval.cache.naive import in_bits
 from leank.eval.cache.storage.banded import codecs
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.middle import Middle
@@ -24,6 +23,7 @@ from tests.helpers.serving import Server
 from tests.oracles import cache_attention as naive
 from tests.oracles.attention import attention as attend_plainly
 from tests.oracles.attention import causal
+from tests.oracles.bits import in_bits
 
 HEADS, GROUP, DIM, SINK, WINDOW = 3, 2, 32, 64, 128
 SCALE = DIM**-0.5

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from leank.eval.cache import compressed_cache
 from leank.eval.cache.attention.softmax import PLAIN, Softmax
-from leank.eval.cache.naive import fake_quantise
 from leank.eval.cache.storage.quantised import Packing
 from leank.mask import ChannelMask
 from leank.precision import GROUP, Precision
@@ -15,6 +14,7 @@ from leank_train.forward.branching import Branch, Prefix, branch, prefill
 from leank_train.forward.stored import StoredPass, rounded, stored, stored_student, widths_of
 from tests.conftest import tiny_model
 from tests.helpers.branches import tokens
+from tests.oracles.bits import fake_quantise
 
 WIDTHS = [0.0, 0.7, 2.0, 2.5, 3.0, 3.4, 4.0, 6.5, 8.0, 12.0, 16.0]
 
