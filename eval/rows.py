@@ -72,12 +72,31 @@ class RowSettings(TypedDict):
     benchmark: NotRequired[dict[str, object]]  # the benchmark's settings
     decode: NotRequired[dict[str, object]]  # max_new_tokens and min_new_tokens where they replace the benchmark's own
     fidelity: NotRequired[int]  # reply tokens at which methods were compared with dense; missing where none were
+    # tokens of a block of `Fidelity.along`, where methods read dense's reply in place of writing one
+    by_position: NotRequired[int]
     # digest of the files that the task's samples come from; missing for a task without files
     data: NotRequired[str | None]
     # how special tokens in the sample's own text were read; missing where the text spells none
     specials: NotRequired[Annotated[str, OneOf("text", "as_is")] | None]
     thought: NotRequired[str]  # "cut": thoughts are not scored; missing where the model has no token that ends one
     sampling: NotRequired[dict[str, object]]  # `eval.inference.sampling.Sampling.identity`; missing where greedy
+
+
+class Along(TypedDict):
+    """`Fidelity` by position in a reply, or a text, that was read by decoding steps; a list has a figure of each block.
+
+    A row's last block may be shorter than `block`. bytes (but dense's) and seconds are those of the batch, which ends
+    with its longest row: where a shorter one ends within a block, they are of the whole block.
+    """
+
+    block: Annotated[int, Ge(1)]  # tokens
+    kl: list[Annotated[float, Ge(-1e-3), Le(LARGEST)]]  # mean over the block, as `Fidelity.kl`
+    top1: list[Annotated[float, Ge(0), Le(1)]]
+    # bytes held at the block's end, one sample's share; of dense, those of K and V without room for tokens to come
+    bytes: NotRequired[list[Annotated[float, Ge(0), Le(LARGEST)]]]
+    # bytes by the method's formula of a prompt of so many tokens (eval.methods.memory); None where the prompt decides
+    planned: NotRequired[list[Annotated[float, Ge(0), Le(LARGEST)] | None]]
+    seconds: NotRequired[list[Annotated[float, Ge(0), Le(LARGEST)]]]  # of a step of the batch, mean over the block
 
 
 class Fidelity(TypedDict):
@@ -95,6 +114,7 @@ class Fidelity(TypedDict):
     dense_loss: float | None
     # first token (0 is the first compared) with NaN or infinite logits of either; None without any
     non_finite: int | None
+    along: NotRequired[Along]  # by position, where that was measured and all logits are finite
 
 
 def _with_means(found: Fidelity) -> Fidelity:
@@ -118,6 +138,7 @@ class ResultRow(TypedDict):
     reply: NotRequired[Count]  # its number among the sample's replies, from 0; missing where decoding is greedy
     score: Annotated[float, Ge(0), Le(1)]
     prediction: str  # the reply as text
+    tokens: NotRequired[list[Count]]  # of dense's reply, where every method read that; a run that goes on takes it
     answers: list[object]  # what the scorer compared with
     # of a sampled reply whose scorer can name it: the answer that the reply states, by which replies vote; None if none
     stated: NotRequired[str | None]
@@ -168,6 +189,13 @@ class Key(NamedTuple):
 
 
 _ROW = TypeAdapter(with_config(STRICT)(ResultRow))
+ReplyKey = tuple[object, ...]
+
+
+def reply_key(key: Key, settings: RowSettings) -> ReplyKey:
+    """Return what names the reply that all methods of a sample read: everything but the method."""
+    common = {name: value for name, value in settings.items() if name != "method"}
+    return *key._replace(method="", config=""), json.dumps(common, sort_keys=True)
 
 
 def key_of(row: Mapping[str, Any]) -> Key:
@@ -193,7 +221,12 @@ class Results:
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND)
         try:
             self._cut_torn_line()
-            self.keys = {key_of(row) for row in read(directory)}
+            self.keys: set[Key] = set()
+            self.replies: dict[ReplyKey, list[int]] = {}  # that all methods read, see `ResultRow.tokens`
+            for row in read(directory):
+                self.keys.add(key_of(row))
+                if "tokens" in row:
+                    self.replies[reply_key(key_of(row), row["settings"])] = row["tokens"]
             remove_partial(self.path.parent, HOUR)  # other shards may be writing a report
             if self._new:
                 sync_folder(self.path.parent)
@@ -244,6 +277,7 @@ class Collected:
 
     def __init__(self) -> None:
         self.keys: set[Key] = set()
+        self.replies: dict[ReplyKey, list[int]] = {}
         self.rows: list[ResultRow] = []
 
     def append(self, row: ResultRow) -> None:

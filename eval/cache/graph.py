@@ -38,10 +38,14 @@ def retract(cache: Cache) -> None:
 
 
 class DecodeLoop:
-    """Feeds a cache, which holds the prompt, one token per row and step; positions: int [B, 1] of each next token."""
+    """Feeds a cache, which holds the prompt, one token per row and step.
 
-    def __init__(self, model: PreTrainedModel, cache: Cache, positions: Tensor) -> None:
-        self.model, self.cache, self.positions = model, cache, positions.clone()
+    positions: int [B, 1] of each next token
+    head: whether a step gives logits [B, vocabulary], else the decoder's hidden states [B, hidden]
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: Cache, positions: Tensor, head: bool = True) -> None:
+        self.model, self.cache, self.positions, self.head = model, cache, positions.clone(), head
         self._graph: torch.cuda.CUDAGraph | None = None
         self._aside: torch.cuda.Stream | None = None  # where steps run that are begun ahead of time
         self._begun = False
@@ -53,9 +57,9 @@ class DecodeLoop:
 
     @torch.no_grad()
     def step(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Logits [B, vocabulary] after tokens [B, 1]; mask: bool [B, columns, these tokens' included], False = padding.
+        """Logits, or states, after tokens [B, 1]; mask: bool [B, columns, these tokens' included], False = padding.
 
-        Once captured, the logits lie in memory that the next step overwrites. A step that was begun takes the tokens
+        Once captured, they lie in memory that the next step overwrites. A step that was begun takes the tokens
         that it was begun with.
         """
         if self._graph is None:
@@ -66,7 +70,7 @@ class DecodeLoop:
             self._tokens.copy_(tokens)
             self._graph.replay()
         self._advance(1)
-        return self._logits
+        return self._out
 
     def begin(self, tokens: Tensor) -> None:
         """Start the captured step after tokens [B, 1] beside what follows here; `step` ends it, or `take_back`.
@@ -100,7 +104,8 @@ class DecodeLoop:
             self.cache.advance(tokens)  # type: ignore[attr-defined]
 
     def _forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        out = self.model(
+        run = self.model if self.head else self.model.base_model
+        out = run(
             input_ids=tokens,
             attention_mask=mask,
             position_ids=self.positions,
@@ -108,7 +113,7 @@ class DecodeLoop:
             **{CACHE: self.cache},
         )
         self.positions.add_(1)
-        return out.logits[:, -1]
+        return (out.logits if self.head else out.last_hidden_state)[:, -1]
 
     def resume(self, positions: Tensor) -> None:
         """Go on from another prompt, which lies where the captured step reads; positions: as for a new loop."""
@@ -129,7 +134,7 @@ class DecodeLoop:
         try:
             # the outer context: a capture that fails leaves its own stream the current one
             with torch.no_grad(), torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
-                self._logits = self._forward(self._tokens)
+                self._out = self._forward(self._tokens)
         except RuntimeError as error:  # ending a failed capture raises an error of its own, with that one's words
             if "out of memory" in f"{error} {error.__context__}".lower():
                 raise torch.OutOfMemoryError(str(error)) from error

@@ -5,6 +5,7 @@ of them. Where the cache allows it (`capturable`), the steps after the first are
 
 **Reading** gives the hidden state after each token, as if they came one by one. `read` gives the cache many tokens at
 once, and a compressed layer takes them in pieces that find what each would find alone (`eval.cache.layer.pieces`).
+`read_by_steps` really feeds one token at a time, through the kernels and captured steps of decoding.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,6 +102,35 @@ def read(model: PreTrainedModel, cache: Cache, ids: Tensor, real: Tensor | None)
         behind = ids.shape[1] - start - part.shape[1]
         found.append(states(model, cache, part, None if real is None else real[:, : real.shape[1] - behind]))
     return torch.cat(found, 1)
+
+
+@torch.no_grad()
+def read_by_steps(
+    model: PreTrainedModel,
+    cache: Cache,
+    ids: Tensor,
+    real: Tensor | None,
+    lengths: Tensor,
+    each: Callable[[int], None] = lambda done: None,
+) -> Tensor:
+    """What `read` returns, by decoding steps: one token of every row at a time, captured where that is possible.
+
+    ids: int [B, n]; real: bool [B, columns before ids], None = no padding; lengths: int [B], real tokens before ids
+    each: is called after every step with the number of tokens that have been read
+    """
+    count, columns = ids.shape[1], cache.get_seq_length()
+    mask = None if real is None else torch.cat([real, torch.ones_like(ids, dtype=torch.bool)], 1)
+    loop = DecodeLoop(model, cache, lengths[:, None], head=False)
+    found = None
+    for step in range(count):
+        if step and count - step > CAPTURE_FOR and not loop.captured and capturable(cache):
+            loop.capture()
+        after = loop.step(ids[:, step : step + 1], None if mask is None else mask[:, : columns + step + 1])
+        found = after.new_empty(len(ids), count, after.shape[-1]) if found is None else found
+        found[:, step] = after
+        each(step + 1)
+    assert found is not None
+    return found
 
 
 @torch.no_grad()

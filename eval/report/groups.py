@@ -160,6 +160,7 @@ def _line(row: ResultRow, method: str) -> dict[str, Any]:
         "broken": broken,
         "kl": whole.get("kl"),
         "top1": 100 * whole["top1"] if whole else None,
+        "along": whole.get("along"),
         "loss": losses.get("loss"),
         "dense_loss": losses.get("dense_loss"),
     }

@@ -10,7 +10,7 @@ import pandas as pd
 
 from leank.data_gen.amount import amount
 from leank.eval.report.groups import changed
-from leank.eval.report.tables import Table
+from leank.eval.report.tables import Table, read_by_all
 
 HERE = Path(__file__).parent
 SHOWN = 40  # replies listed per method, of those that differ from dense
@@ -40,8 +40,9 @@ class Section:
 
 def title(run: Mapping[str, Any]) -> str:
     """Name a run in words. run: of a summary, or one of its rows."""
-    read = run["benchmark"] == "text"
-    how = "read through the cache" if read else f"compressed {run['compress'].replace('_', ' the ')}"
+    how = f"compressed {run['compress'].replace('_', ' the ')}"
+    if read := read_by_all(run):
+        how = "read through the cache" if run["benchmark"] == "text" else f"{read} is read through the cache"
     return f"{run['benchmark']} on {run['model']}, {how}"
 
 

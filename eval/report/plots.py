@@ -215,12 +215,37 @@ def by_axes(run: Run) -> Figure | None:
     return figure
 
 
+def by_position(run: Run) -> Figure | None:
+    """Draw KL and bytes by position in what methods read; dotted where fewer replies are so long than at the start."""
+    cells = pd.DataFrame(run["by_position"])
+    if cells.empty or cells["position"].nunique() < 2:
+        return None
+    figure = sheet(6.4)
+    above, below = (plain(axes) for axes in figure.subplots(2, 1, sharex=True, height_ratios=(3, 2)))
+    for method, style in _styles(run).items():
+        mine = cells[cells["method"] == method]
+        whole = mine[mine["n"] == mine["n"].max()]
+        for axes, name, unit in ((above, "kl", 1), (below, "bytes", 2**20)):
+            label = method if axes is above else None
+            axes.plot(whole["position"], whole[name] / unit, color=style["color"], linewidth=1.4, label=label)
+            axes.plot(mine["position"], mine[name] / unit, color=style["color"], linewidth=1.4, linestyle=":")
+    above.set_yscale("log", nonpositive="mask")
+    above.set_ylabel("KL from dense, nats a token")
+    below.set_ylabel("MiB of cache per sample")
+    below.set_ylim(bottom=0)
+    below.set_xlabel("tokens read one a step; dotted: fewer replies are so long")
+    below.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
+    legend(figure)
+    return figure
+
+
 FIGURES: dict[str, tuple[str, Callable[[Run], Figure | None]]] = {
     "accuracy_by_length": ("Accuracy by length", lambda run: _score_or_kl(run, "score", "length")),
     "accuracy_by_axes": ("Accuracy against share of the dense cache; dashed: methods that no other beats", by_axes),
     "needle_by_depth": ("Needle in a haystack: score by length and depth", needle),
     "difference_from_dense": ("Difference from dense, by task", differences),
     "accuracy_against_bytes": ("Accuracy against bytes of cache", lambda run: _score_or_kl(run, "score", "bytes")),
+    "kl_by_position": ("Distance from dense, and bytes, by position in the reply", by_position),
     "kl_by_length": ("Distance from dense by length", lambda run: _score_or_kl(run, "kl", "length")),
     "kl_against_bytes": ("Distance from dense against bytes of cache", lambda run: _score_or_kl(run, "kl", "bytes")),
 }

@@ -13,10 +13,13 @@ differ in the method alone:
     differences         each method that is asked for, or has a learned mask, minus every other
     by_op, by_depth, by_turn        scores by op (GSM-Infinite), by depth (needle) and by turn (conversations)
     replies             length, cut and repetition of each method's replies
+    by_position         methods by position in the replies that they read (`eval.report.position`): kl, top1, bytes,
+                        planned, dense_bytes, seconds a step; n replies are so long
+    by_quarter          the same by quarter of each reply (0 to 3), and kl_more, the quarter's KL minus the first's
     sampled             pass@k and majority vote of each method (`eval.report.sampled`); empty where replies are greedy
 
-The last nine are lists of records, which pandas reads as tables. Scores, shares and their differences are in points, 0
-to 100, and tasks and lengths count alike in a mean. NAME_low and NAME_high are the 95% interval of NAME. A figure is
+The last eleven are lists of records, which pandas reads as tables. Scores, shares and their differences are in points,
+0 to 100, and tasks and lengths count alike in a mean. NAME_low and NAME_high are the 95% interval of NAME. A figure is
 None where no row has it. Where a sample has several replies, its figures are their means (avg@k), so that intervals and
 differences are over samples, and it has a mark where any reply has it. Records of figures have
 
@@ -40,6 +43,7 @@ import numpy as np
 import pandas as pd
 
 from leank.eval.benchmarks.base import metrics_by_op
+from leank.eval.report import position
 from leank.eval.report.groups import MARKED, REPLY, SAMPLE, SECONDS, frame, group, labels, variant
 from leank.eval.report.sampled import by_sample, sizes, votes
 from leank.eval.rows import ResultRow
@@ -127,6 +131,7 @@ def _run(rows: Sequence[ResultRow], columns: Sequence[str]) -> Run:
         "by_turn": _by_turn(table, means),
         "replies": _replies(table, dense, means),
         "sampled": _sampled(replies, dense, means),
+        **_along(position.by_block(table, dense), means),
     }
     means.draw()
     return run
@@ -256,6 +261,31 @@ def _replies(table: pd.DataFrame, dense: str | None, means: Means) -> list[Recor
         means.add(record, "new_tokens_difference", strata(more, "more") if record["method"] != dense else [])
         out.append(record)
     return out
+
+
+def _along(blocks: pd.DataFrame, means: Means) -> dict[str, list[Record]]:
+    """Methods by position in what they read, and by quarter of it."""
+    found: dict[str, list[Record]] = {"by_position": [], "by_quarter": []}
+    if blocks.empty:
+        return found
+    for record, part in _groups(blocks, ["method", "position"]):
+        record["n"] = len(part)
+        for name in ("kl", "top1"):
+            means.add(record, name, strata(part, name))
+        for name in ("bytes", "planned", "dense_bytes", "seconds"):
+            record[name] = _average(part[name])
+        found["by_position"].append(record)
+    parts = position.by_quarter(blocks)
+    if not parts.empty:
+        first = parts.loc[parts["quarter"] == 0, ["method", *SAMPLE, "kl"]]
+        both = parts.merge(first, on=["method", *SAMPLE], suffixes=("", "_first"))
+        for record, part in _groups(both.assign(more=both["kl"] - both["kl_first"]), ["method", "quarter"]):
+            record |= {"n": len(part), "seconds": _average(part["seconds"])}
+            means.add(record, "kl", strata(part, "kl"))
+            means.add(record, "top1", strata(part, "top1"))
+            means.add(record, "kl_more", strata(part, "more") if record["quarter"] else [])
+            found["by_quarter"].append(record)
+    return found
 
 
 def _sampled(table: pd.DataFrame, dense: str | None, means: Means) -> list[Record]:

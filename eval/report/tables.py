@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -162,9 +163,19 @@ def settings(config: Mapping[str, object]) -> str:
     )  # fmt: skip
 
 
+def read_by_all(run: Mapping[str, Any]) -> str:
+    """Return what every method reads in place of writing a reply, in words; empty where each writes its own.
+
+    run: of a summary, or one of its rows
+    """
+    if run["benchmark"] == "text":
+        return "the rest of each text"
+    return "dense's reply" if "by_position" in run["settings"] else ""
+
+
 def overall(run: Run) -> Table:
     """Make a table with one line per method: settings, score, difference, bytes, times."""
-    text = run["benchmark"] == "text"
+    text = read_by_all(run)
     lines = []
     for cell in run["overall"]:
         there = cell["difference"] is not None
@@ -178,7 +189,7 @@ def overall(run: Run) -> Table:
     head = ["method", "settings", "n", "prompt tokens", "score", "difference", "same reply", "cache", "of dense",
             "first token, ms", "a token, ms"]  # fmt: skip
     note = "Prompt tokens: mean. Cache: mean bytes after the prompt. Score and difference from dense (paired): 95% "
-    note += "bootstrap intervals." + (" Score: share of the text's tokens that the method ranks first." if text else "")
+    note += "bootstrap intervals." + _score_read(run)
     if run["sampled"]:
         note += f" The score of a sample is the mean of its {run['sampled'][0]['replies']} replies (avg@k)."
     masks = len(learned(run["methods"]))
@@ -189,6 +200,38 @@ def overall(run: Run) -> Table:
         )
     shades = {(line, 4): cell["difference"] for line, cell in enumerate(run["overall"])}
     return Table.of("Overall", head, lines, " ".join([note, *_lacking(run), *remarks(run["overall"])]), shades)
+
+
+def _score_read(run: Run) -> str:
+    if run["benchmark"] == "text":
+        return " Score: share of the text's tokens that the method ranks first."
+    return " Score: top-1 agreement with dense along dense's reply." if read_by_all(run) else ""
+
+
+def along(run: Run) -> Table | None:
+    """Make a table of the distance from dense by quarter of what methods read; None where that was not measured."""
+    cells = {(record["method"], record["quarter"]): record for record in run["by_quarter"]}
+    if not cells:
+        return None
+    lines = []
+    for method in dict.fromkeys(method for method, _ in cells):
+        quarters = [cells[method, number] for number in range(4)]
+        last = max((r for r in run["by_position"] if r["method"] == method), key=lambda record: record["position"])
+        whole = last["dense_bytes"]
+        lines.append([
+            method, str(quarters[0]["n"]), *(f"{q['kl']:.3g}" for q in quarters),
+            with_interval(quarters[3], "kl_more", "+.2g"), f"{quarters[0]['top1']:.2f}%", f"{quarters[3]['top1']:.2f}%",
+            size(last["bytes"]), f"{100 * last['bytes'] / whole:.0f}%" if whole and last["bytes"] is not None else "",
+            *(number(None if q["seconds"] is None else 1000 * q["seconds"]) for q in (quarters[0], quarters[3])),
+        ])  # fmt: skip
+    head = ["method", "n", "KL, 1st quarter", "2nd", "3rd", "4th", "4th minus 1st", "top-1, 1st", "4th",
+            "cache at the end", "of dense", "a step, ms, 1st", "4th "]  # fmt: skip
+    note = (
+        f"KL and top-1 agreement by quarter of each reply's or text's own length, where {read_by_all(run)} is read one"
+        " token a step; dense's KL is rounding. Cache: one sample's share at the last position that any reaches. 95%"
+        " bootstrap intervals, paired by sample. The first quarter's steps compile and capture."
+    )
+    return Table.of("Along the reply", head, lines, note)
 
 
 def replies(run: Run) -> Table | None:
@@ -245,7 +288,7 @@ def from_dense(run: Run) -> Table | None:
         lines.append(line)
     head = ["method", "n", "tokens", "KL, nats a token", "top-1 agreement"]
     head += ["loss, nats a token", "loss minus dense", "perplexity"] if texts else []
-    what = "the rest of each text is" if texts else "dense's reply is"
+    what = (read_by_all(run) or "dense's reply") + " is"
     note = (
         f"KL(dense || method) of next-token distributions, and how often both have one likeliest token, where {what}"
         " read through each method's cache. 95% bootstrap intervals; loss differences are paired by sample."
@@ -409,8 +452,8 @@ def turns(run: Run) -> list[Table]:
 
 
 def distances_lead(run: Run) -> bool:
-    """Whether a report begins with the distance from dense: of texts, whose score says less where KL was measured."""
-    return run["benchmark"] == "text" and any(cell["compared"] for cell in run["overall"])
+    """Whether a report begins with the distance from dense: where all methods read the same, and KL was measured."""
+    return bool(read_by_all(run)) and any(cell["compared"] for cell in run["overall"])
 
 
 def tables(run: Run) -> list[Table]:
@@ -419,7 +462,7 @@ def tables(run: Run) -> list[Table]:
     alike = lengths is not None and len(run["tasks"]) == 1  # a table of tasks at each length would repeat it
     found = [overall(run), best_of_sizes(run), from_dense(run), from_dense_by_length(run), differences(run), lengths]
     if distances_lead(run):
-        found = [found[2], found[3], found[1], found[0], *found[4:]]
+        found = [along(run), found[2], found[3], found[1], found[0], *found[4:]]
     found[1:1] = [sampled(run), replies(run)]
     found += [*turns(run), *gsm(run), *([] if alike else [by_task(run, n) for n in run["lengths"]])]
     return [table for table in found if table is not None]

@@ -38,7 +38,7 @@ def write_report(directory: Path, columns: Sequence[str] = ()) -> None:
             raise ValueError(f"no row in {directory} is of a method {name!r}; its methods are {', '.join(known)}")
     summary = summarise_groups(groups, list(dict.fromkeys(columns)))
     write_text(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
-    markdown, latex, cells, sections = [], [], [], []
+    markdown, latex, cells, sections, places = [], [], [], [], []
     for number, (run, some) in enumerate(zip(summary["runs"], groups, strict=True), 1):
         ending, about, made = "" if number == 1 else f"_{number}", title(run), tables(run)
         count = f"{amount(run['rows'], 'row')}; tasks count alike."
@@ -46,6 +46,7 @@ def write_report(directory: Path, columns: Sequence[str] = ()) -> None:
         latex += [table.latex(about) for table in made]
         of_run = {key: run[key] for key in ("model", "benchmark", "compress")}
         cells += [{**of_run, **cell} for cell in run["cells"]]
+        places += [{**of_run, **record} for record in run["by_position"]]
         figures = []
         for name in plots.order(run):
             if (figure := plots.draw(name, run)) is not None:
@@ -59,4 +60,6 @@ def write_report(directory: Path, columns: Sequence[str] = ()) -> None:
     write_text(directory / "summary.md", "\n\n".join(markdown) + "\n")
     write_text(directory / "tables.tex", LATEX + "\n".join(latex))
     write_text(directory / "cells.csv", pd.DataFrame(cells).astype({"length": "Int64"}).to_csv(index=False))
+    if places:
+        write_text(directory / "positions.csv", pd.DataFrame(places).to_csv(index=False))
     write_text(directory / "report.html", page(sections[0].title, sections))

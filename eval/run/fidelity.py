@@ -13,12 +13,18 @@ The reference continuation is the dense model's own greedy reply. Every benchmar
 answer in the model's words. If a method agrees with dense at every token of it, the method writes that reply, too. A
 row with `read` gives a text in place of a reply.
 
+**By position.** Long replies show whether a method drifts from dense as its cache grows. Every method reads dense's
+reply in place of writing one, by decoding steps, one token of each row at a time, so that its eviction, packing and
+kernels are those of decoding. Dense is read twice: many tokens at a time, for the distributions that methods are
+compared with, and by steps through this project's storage. The distance between the two is that of rounding alone, and
+the floor below which no method's means anything.
+
 The first token of a reply comes from the prefill, so the first distribution compared is the one after it. With
 compress=before_question the question is read through the cache, and the distribution after the question counts, too.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -27,7 +33,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from leank.errors import naming
-from leank.eval.inference.decode import read, states
+from leank.eval.inference.decode import read, read_by_steps, states
 from leank.eval.inference.prefill import Prefill, joined, pad_left
 from leank.eval.rows import Fidelity
 from leank.head import LOGITS_AT_ONCE, Head, check_head, divergence
@@ -88,19 +94,28 @@ class Comparison:
         counts = [max(0, len(t) - 1) if text else len(t) + first for t in tokens]
         return Continuation(questions, ids, counts, targets, self._states(prompt.fork(), prompt, questions, ids))
 
-    def fidelity(self, cache: Cache, prompt: Prefill, continuation: Continuation) -> list[Compared]:
+    def fidelity(
+        self, cache: Cache, prompt: Prefill, continuation: Continuation, block: int = 0,
+        each: Callable[[int], None] = lambda done: None,
+    ) -> list[Compared]:  # fmt: skip
         """Read a reference continuation through a method's cache, which holds the prompts of its pass `prompt`.
 
+        block: tokens of a block of `Fidelity.along`, read by decoding steps; 0 reads many tokens at a time
+        each: see `read_by_steps`
         Returns for each row its fidelity, None if nothing is to be compared, and the share of a text's tokens that the
         method ranks first, None for a reply and where logits are not finite.
         """
-        mine, found = self._states(cache, prompt, continuation.questions, continuation.ids), []
+        if block and continuation.ids.shape[1]:
+            mine = read_by_steps(self.model, cache, continuation.ids, prompt.real, prompt.lengths, each)
+        else:
+            mine = self._states(cache, prompt, continuation.questions, continuation.ids)
+        found = []
         for row, count in enumerate(continuation.counts):
             targets = None if continuation.targets is None else continuation.targets[row, :count]
             compared = (
                 compare(self.head, continuation.dense[row, :count], mine[row, :count], targets) if count else None
             )
-            found.append((None, None) if compared is None else _figures(compared))
+            found.append((None, None) if compared is None else _figures(compared, block))
         return found
 
     def _states(self, cache: Cache, prompt: Prefill, questions: Sequence[list[int]], ids: Tensor) -> Tensor:
@@ -116,15 +131,24 @@ class Comparison:
         return torch.cat(found, 1) if found else empty
 
 
-def _figures(compared: dict[str, Tensor]) -> Compared:
-    """The means of a row's tokens: its fidelity, and the share of right tokens."""
+def _figures(compared: dict[str, Tensor], block: int = 0) -> Compared:
+    """The means of a row's tokens: its fidelity, with those of each block, and the share of right tokens."""
     bad = (~compared["kl"].isfinite()).nonzero()
     mean = {} if len(bad) else {name: float(values.mean()) for name, values in compared.items()}
     found: Fidelity = {
         "tokens": len(compared["kl"]), "kl": mean.get("kl"), "top1": mean.get("top1"), "loss": mean.get("loss"),
         "dense_loss": mean.get("dense_loss"), "non_finite": int(bad[0]) if len(bad) else None,
     }  # fmt: skip
+    if block and mean:
+        found["along"] = {
+            "block": block, "kl": _by_block(compared["kl"], block), "top1": _by_block(compared["top1"], block),
+        }  # fmt: skip
     return found, mean.get("right")
+
+
+def _by_block(values: Tensor, block: int) -> list[float]:
+    """The mean of every `block` of values [n]; the last one may be shorter."""
+    return [float(part.mean()) for part in values.split(block)]
 
 
 @torch.no_grad()

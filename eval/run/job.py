@@ -9,7 +9,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -25,7 +25,7 @@ from leank.eval.benchmarks.base import STATED, Benchmark, Cell, Row, score_row, 
 from leank.eval.inference.models import ModelConfig
 from leank.eval.inference.prompts import Prompt, encode_turns, overhead, without_thoughts
 from leank.eval.methods import Method
-from leank.eval.rows import Collected, Key, ResultRow, Results, RowSettings
+from leank.eval.rows import Collected, Key, ResultRow, Results, RowSettings, reply_key
 from leank.eval.run.replay import BETWEEN, Answer, Replay, Settings, Warnings
 
 BAR = "{desc}: {percentage:3.0f}%|{bar:20}| {elapsed}<{remaining}"
@@ -94,6 +94,8 @@ class Job:
         }
         if self.settings.fidelity:
             found["fidelity"] = self.settings.fidelity
+        if self.settings.by_position:
+            found["by_position"] = self.settings.by_position
         if self.thinks:
             found["thought"] = "cut"
         if self.settings.sampling.temperature:
@@ -195,6 +197,8 @@ class Job:
         for sample in samples:
             made = self.benchmark.row(cell, sample, tokenizer, extra)
             turns = [made, *made.later]
+            if self.settings.by_position and not made.read:
+                turns = [replace(one, metric="top1") for one in turns]  # no scorer reads the reply, which is dense's
             rows += turns
             prompts += encode_turns(tokenizer, turns, cell.one_cache, self.model.chat, self.settings.specials)
         for row, prompt in zip(rows, prompts, strict=True):
@@ -247,7 +251,12 @@ class Job:
         lacking = [m for m in methods if not results.keys.issuperset(keys[id(m)])]
         if not lacking:
             return
-        asked = replay.answers(batch.prompts, batch.rows, lacking, cell.turns, cell.one_cache)
+        known = [
+            results.replies.get(reply_key(self.key(lacking[0], cell, row.id, prompt.specials),
+                                          self.config(lacking[0], cell.task, prompt.specials)))
+            for row, prompt in zip(batch.rows, batch.prompts, strict=True)
+        ] if self.settings.by_position else []  # fmt: skip
+        asked = replay.answers(batch.prompts, batch.rows, lacking, cell.turns, cell.one_cache, known)
         for number, (method, answers) in enumerate(asked, 1):
             for key, (row, prompt), answer in zip(keys[id(method)], samples, answers, strict=True):
                 if key not in results.keys:
@@ -289,6 +298,8 @@ class Job:
                 "per_token": seconds["decode"] / answer.steps if answer.steps else None,
             },
         }  # fmt: skip
+        if self.settings.by_position and not row.read:
+            made["tokens"] = answer.tokens
         if not row.read:
             made["cut"] = "thought" if text is None else "limit" if answer.limited else None
             made["repeated"] = repeated(answer.tokens)

@@ -5,6 +5,8 @@ exceptions. With compress=before_question the question is read through the compr
 from that. A method with a prefill of its own runs it, and its first token comes from that prefill.
 
 A conversation has several turns: the context is prefilled once, each method compresses it, and the questions follow.
+
+With by_position no method writes a reply: dense does once, and every method reads it (`eval.run.fidelity`).
 """
 
 import copy
@@ -33,6 +35,7 @@ from leank.eval.inference.prefill import Prefill, PromptLayer, extend, pad_left,
 from leank.eval.inference.prompts import SPECIALS, Prompt, encode
 from leank.eval.inference.sampling import GREEDY, Draws, Sampling
 from leank.eval.methods import Method
+from leank.eval.methods.memory import method_bytes
 from leank.eval.rows import Fidelity
 from leank.eval.run.fidelity import Compared, Comparison, Continuation, Questions
 from leank.typed import BadConfig, Checked, Count, OneOf, Positive
@@ -42,6 +45,7 @@ log = logging.getLogger("eval")
 COMPRESS = ("after_question", "before_question")
 MARGIN = 16  # last tokens of a reply in which a stop string is looked for, at least
 BETWEEN = 20.0  # seconds between two lines of progress
+DENSE = Method("dense")
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,9 @@ class Settings(Checked):
     # tokens of dense's reply at which every method's next-token distribution is compared with dense's, see
     # eval.run.fidelity; 0 compares none
     fidelity: Count = 0
+    # tokens of a block: every method reads dense's reply (or the text) one token a step in place of writing one, and is
+    # compared with dense in every block, see eval.run.fidelity; 0 lets every method write its own
+    by_position: Count = 0
     # share of dense bytes, or label of a method, that every method is brought to; see eval.run.build
     match: float | str | None = None
     # "i/n" does every n-th batch, beginning with batch i (0 is the first), for several GPUs or a Slurm array
@@ -79,6 +86,16 @@ class Settings(Checked):
         _ = self.numbered_shard
         if self.min_new_tokens and self.max_new_tokens and self.min_new_tokens > self.max_new_tokens:
             raise BadConfig(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
+        if self.by_position:
+            wrong = [
+                (f"fidelity={self.fidelity}", "the whole of dense's reply is compared; leave it out", self.fidelity),
+                (f"sampling.replies={self.sampling.replies}", "one reply of a sample is read; take more samples",
+                 self.sampling.replies > 1),
+                (f"compress={self.compress}", "use compress=after_question", self.compress == "before_question"),
+            ]  # fmt: skip
+            for what, cure, there in wrong:
+                if there:
+                    raise BadConfig(f"{what} beside by_position={self.by_position}: {cure}")
 
 
 @dataclass
@@ -100,7 +117,8 @@ class Answer:
     non_finite: int | None = None
     # how near the next-token distributions are to dense's; None where that was not measured
     fidelity: Fidelity | None = None
-    # share of a text's tokens that the method ranks first; None for a reply, which a scorer reads
+    # share of a text's tokens that the method ranks first, or its top-1 agreement with dense along dense's reply; None
+    # for a reply of the method's own, which a scorer reads
     score: float | None = None
     # layer that the prefill selected, -1 if it found none; None for a prefill that looks for none
     selected_layer: int | None = None
@@ -131,6 +149,8 @@ class Batch:
     room: int  # columns that a cache needs behind the prompts
     # what every method reads to be compared with dense; None until the first pass, or if none is
     continuation: Continuation | None = None
+    # per row, dense's reply that every method reads with by_position; None until it is there
+    replies: list[list[int] | None] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
@@ -266,6 +286,30 @@ def cache_bytes(cache: Cache, prompt: Prefill) -> list[dict[str, float]]:
     return [{"dense": float(size), "total": float(size)} for size in prompt.bytes()]
 
 
+class Meter:
+    """Bytes and time of reading by steps: `note(tokens read)` measures where a block ends. ends: tokens, ascending."""
+
+    def __init__(self, replay: "Replay", cache: Cache, prompt: Prefill, ends: Sequence[int]) -> None:
+        self.replay, self.cache, self.prompt, self.ends = replay, cache, prompt, ends
+        self.of_blocks: list[float] = []  # seconds
+        self.bytes: list[float] = []  # one sample's share; none of a dense cache, whose room is not what it holds
+        self._began = replay.now()
+
+    def note(self, done: int) -> None:
+        """Measure if a block ends with so many tokens; what measuring takes does not count."""
+        if done == self.ends[len(self.of_blocks)]:
+            self.of_blocks.append(self.replay.now() - self._began)
+            if isinstance(self.cache, CompressedCache):
+                self.bytes.append(cache_bytes(self.cache, self.prompt)[0]["total"])
+            self._began = self.replay.now()
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of a step, mean over each block."""
+        sizes = (end - start for start, end in zip([0, *self.ends], self.ends, strict=False))
+        return [spent / size for spent, size in zip(self.of_blocks, sizes, strict=True)]
+
+
 def branch(cache: Cache) -> Cache:
     """Return a cache that continues this one, which stays as it is; of a dense one's, one at a time may be in use."""
     if isinstance(cache, CompressedCache):
@@ -315,7 +359,7 @@ class Replay:
     @torch.no_grad()
     def answers(
         self, prompts: Sequence[Prompt], rows: Sequence[Row], methods: Sequence[Method],
-        turns: int = 1, one_cache: bool = False,
+        turns: int = 1, one_cache: bool = False, known: Sequence[list[int] | None] = (),
     ) -> Iterator[tuple[Method, list[Answer]]]:  # fmt: skip
         """Yield each method with its answers, in the order of rows; methods that can share a dense pass do.
 
@@ -323,13 +367,26 @@ class Replay:
 
         prompts, rows: of the samples; of conversations, those of the first one's turns, then the second one's, ...
         turns, one_cache: see `Cell`
-        Raises ValueError if compress=before_question meets a sample without a context.
+        known: per row, dense's reply that earlier methods have read with by_position; None where dense is to write it
+        Raises ValueError if compress=before_question meets a sample without a context, and for conversations with
+        by_position.
         """
         reading = any(row.read for row in rows)
+        if self.settings.by_position and turns > 1:
+            raise ValueError(
+                f"by_position={self.settings.by_position}: {rows[0].task} has conversations, and one reply of a sample "
+                "is read; take another benchmark"
+            )
         if reading and self.settings.sampling.temperature:
             raise ValueError(
                 f"sampling.temperature={self.settings.sampling.temperature}: task {rows[0].task} reads texts and "
                 "writes no replies; leave sampling out"
+            )
+        words = self.model.config.get_text_config(decoder=True).vocab_size
+        if any(token >= words for reply in known if reply for token in reply):
+            raise ValueError(
+                f"a row of {rows[0].task} has tokens beyond the model's vocab_size={words}: it was edited, or is of "
+                "another model; move its results*.jsonl to another folder and run again"
             )
         split = reading or turns > 1 or self.settings.compress == "before_question"
         first = [p.ids[: p.question] if split else p.ids for p in prompts[::turns]]
@@ -348,6 +405,7 @@ class Replay:
         read = [max(map(len, turn.questions)) + max(map(len, turn.texts or [[]])) for turn in plan]
         room = max(n for turn in plan for n in turn.most) + (sum(read) if one_cache else max(read))
         batch = Batch(plan, one_cache, *pad_left(first, self.pad, self.model.device), room)
+        batch.replies = list(known) or [None] * batch.rows
         # Column sums cost time, so methods that want them share a dense pass, and all others another one. A method
         # with a prefill of its own shares none.
         groups = [[m for m in methods if m.prefill is None and m.column_sums == sums] for sums in (False, True)]
@@ -363,11 +421,12 @@ class Replay:
         prompt = methods[0].run_prefill(self.model, batch.ids, batch.real, batch.room, chunk, obs)
         prefilled, taken = self.now() - start, self._allocated() - allocated
         single = len(batch.turns) == 1
-        if batch.continuation is None and single and (self.settings.fidelity or batch.turns[0].texts is not None):
+        compares = self.settings.fidelity or self.settings.by_position or batch.turns[0].texts is not None
+        if batch.continuation is None and single and compares:
             batch.continuation = self._continuation(prompt if methods[0].prefill is None else None, batch)
         for method in methods:
             found = self._answers(method, prompt, batch, prefilled, taken)
-            if batch.continuation is not None and batch.turns[0].texts is None:
+            if batch.continuation is not None and self._beside(batch):
                 # `_answers` has let go of its cache: there may not be room for two
                 near = self._comparison.fidelity(method.cache(self.model, prompt), prompt, batch.continuation)
                 for answer, (fidelity, _) in zip(found[:: self.settings.sampling.replies], near, strict=True):
@@ -381,12 +440,28 @@ class Replay:
             prompt = prefill(self.model, batch.ids, batch.real, batch.room, 0, self.settings.prefill_chunk)
         if turn.texts is not None:
             return self._comparison.continuation(prompt, turn.questions, turn.texts, True)
+        if self.settings.by_position:
+            if None in batch.replies:
+                asked = self._ask(prompt.fork(), prompt, prompt, turn)
+                written = self._decode(self._cache(DENSE, prompt), prompt, asked, turn, self._draws(turn, 0)).tokens
+                batch.replies = [new if old is None else old for old, new in zip(batch.replies, written, strict=True)]
+            tokens = [reply for reply in batch.replies if reply is not None]
+            return self._comparison.continuation(prompt, turn.questions, tokens, False)
         most = [min(n, self.settings.fidelity) for n in turn.most]
         least = [min(pair) for pair in zip(most, turn.least, strict=True)]
         cache = prompt.fork()
         asked = self._ask(cache, prompt, prompt, turn)
         decoded = self._decode(cache, prompt, asked, replace(turn, most=most, least=least), None)
         return self._comparison.continuation(prompt, turn.questions, decoded.tokens, False)
+
+    def _beside(self, batch: Batch) -> bool:
+        """Whether methods are compared with dense along its reply beside writing their own."""
+        return bool(self.settings.fidelity) and batch.turns[0].texts is None
+
+    def _cache(self, method: Method, prompt: Prefill) -> Cache:
+        """Return a method's cache with the prompts; dense's by position as a compressed one that leaves out nothing."""
+        whole = self.settings.by_position and not method.axes
+        return method.compressed(self.model, prompt) if whole else method.cache(self.model, prompt)
 
     @cached_property
     def _comparison(self) -> Comparison:
@@ -395,11 +470,12 @@ class Replay:
     def _answers(self, method: Method, prompt: Prefill, batch: Batch, prefilled: float, taken: int) -> list[Answer]:
         """Build the method's cache from its pass (of so many seconds and bytes), and answer each turn."""
         start, allocated = self.now(), self._allocated()
-        cache = method.cache(self.model, prompt)
+        cache = self._cache(method, prompt)
         sealed = self.now() - start
-        held, compression = cache_bytes(cache, prompt), Compression(method, cache, prompt)
+        held = cache_bytes(cache if method.axes else prompt.fork(), prompt)
+        compression = Compression(method, cache, prompt)
         saturated = compression.saturated()
-        again = batch.continuation is not None and batch.turns[0].texts is None  # a second cache will be built
+        again = batch.continuation is not None and self._beside(batch)  # a second cache will be built
         if method.prefill is not None and not again:
             prompt.layers.clear()  # the cache has what it needs of them
             allocated -= taken  # the pass was this method's alone: what is left of it is the cache's, too
@@ -437,12 +513,12 @@ class Replay:
             ])  # fmt: skip
 
         for turn in batch.turns:
-            if turn.texts is not None and batch.continuation is not None:
-                start = self.now()
-                near = self._comparison.fidelity(cache, prompt, batch.continuation)
+            if batch.continuation is not None and not self._beside(batch):
+                tokens = [reply or [] for reply in batch.replies] if turn.texts is None else turn.texts
+                near, spent = self._read(method, cache, prompt, batch.continuation)
                 broken = [None if one is None else one["non_finite"] for one, _ in near]
-                fed = [max(0, len(text) - 1) for text in turn.texts]
-                add(turn, Decoded(turn.texts, 0, broken, fed, cache, self.now() - start), 0.0, near)
+                steps = batch.continuation.ids.shape[1] if self.settings.by_position else 0
+                add(turn, Decoded(tokens, steps, broken, batch.continuation.counts, cache, spent), 0.0, near)
                 continue
             reading = cache if batch.one_cache or len(batch.turns) == 1 else branch(cache)
             asked = self._ask(reading, prompt, before, turn)
@@ -452,6 +528,27 @@ class Replay:
                 mine = branch(reading) if batch.one_cache or reply < last else reading
                 add(turn, self._decode(mine, prompt, asked, turn, self._draws(turn, reply)), asked.seconds)
         return [answer for conversation in zip(*found, strict=True) for answer in conversation]
+
+    def _read(
+        self, method: Method, cache: Cache, prompt: Prefill, continuation: Continuation
+    ) -> tuple[list[Compared], float]:
+        """Read a continuation through a method's cache. Returns each row's figures, and the seconds of reading."""
+        block, length, start = self.settings.by_position, continuation.ids.shape[1], self.now()
+        if not block or not length:
+            return self._comparison.fidelity(cache, prompt, continuation), self.now() - start
+        meter = Meter(self, cache, prompt, [*range(block, length, block), length])
+        near, found = self._comparison.fidelity(cache, prompt, continuation, block, meter.note), []
+        config, itemsize = self.model.config.get_text_config(decoder=True), self.model.dtype.itemsize
+        for (one, score), tokens, count in zip(near, prompt.lengths.tolist(), continuation.counts, strict=True):
+            if one is not None and "along" in one:
+                along, blocks = one["along"], len(one["along"]["kl"])
+                sizes = [tokens + min(count, end) for end in meter.ends[:blocks]]
+                planned = [method_bytes(method, config, size, itemsize) for size in sizes]
+                held = meter.bytes if method.axes and meter.bytes else planned
+                known = [size for size in held[:blocks] if size is not None]
+                along |= {"planned": planned, "seconds": meter.seconds[:blocks], **({"bytes": known} if known else {})}
+            found.append((one, one["top1"] if one is not None and continuation.targets is None else score))
+        return found, sum(meter.of_blocks)
 
     def _dense_only(self, method: Method, turn: Turn, decoded: Decoded, row: int) -> bool:
         """Whether the dense pass's logits alone decide a row's reply."""
@@ -495,7 +592,10 @@ class Replay:
     def bounds(self, rows: Sequence[Row]) -> tuple[list[int], list[int]]:
         """Return the most and the least tokens of each row's reply."""
         most = [0 if row.read else self.settings.max_new_tokens or row.max_new_tokens for row in rows]
-        least = [min(n, self.settings.min_new_tokens or row.min_new_tokens) for n, row in zip(most, rows, strict=True)]
+        wanted = [self.settings.min_new_tokens or row.min_new_tokens for row in rows]
+        if self.settings.by_position:  # of an empty reply there is nothing to read
+            wanted = [max(1, n) for n in wanted]
+        least = list(map(min, most, wanted))
         return most, least
 
     def ends(self, rows: Sequence[Row]) -> list[int]:

@@ -15,6 +15,7 @@ from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.inference.models import ModelConfig, load_model
 from tests.helpers.cache_oracle import tiny_model
+from tests.helpers.captured import Fake
 from tests.helpers.text_tokenizers import tokenizer
 
 
@@ -37,46 +38,6 @@ def same(first, second):
     return torch.equal(first.sequences, second.sequences) and all(
         torch.equal(a, b) for name in ("scores", "logits") for a, b in zip(first[name], second[name], strict=True)
     )
-
-
-class Replays:
-    """In a graph's place on a CPU: a step without a mask that is counted where a GPU would count it, and nowhere else.
-
-    What a graph's stream does beside the question whether all rows have ended, is done before it here.
-    """
-
-    def __init__(self, loop):
-        self.loop = loop
-
-    def replay(self):
-        layers = self.loop.cache.layers
-        for layer in layers:
-            layer.record_past = True  # nothing leaves the window
-        self.loop._logits.copy_(self.loop._forward(self.loop._tokens))
-        for layer in layers:
-            layer.record_past = False
-            layer._columns -= 1
-            layer.store.seen -= 1
-
-
-class Fake(DecodeLoop):
-    """A loop whose captured steps run on a CPU."""
-
-    captures, begun, undone = 0, 0, 0
-
-    def capture(self):
-        Fake.captures += 1
-        self._tokens = torch.zeros_like(self.positions)
-        self._logits = torch.zeros(len(self.positions), self.model.config.vocab_size, dtype=self.model.dtype)
-        self._graph = Replays(self)
-
-    def begin(self, tokens):
-        Fake.begun += 1
-        super().begin(tokens)
-
-    def take_back(self):
-        Fake.undone += self._begun
-        super().take_back()
 
 
 def held(cache):

@@ -1,5 +1,6 @@
 """Every method reads the same tokens as it would decode them, and is compared with the dense model there."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,9 +15,11 @@ from leank.eval.cache import CompressedLayer
 from leank.eval.inference import decode
 from leank.eval.inference.prefill import pad_left
 from leank.eval.inference.prompts import Prompt
+from leank.eval.inference.sampling import GREEDY, Sampling
 from leank.eval.methods import Method
 from leank.eval.methods.bits.kivi import KIVI
 from leank.eval.methods.channels.leank import LeanK
+from leank.eval.methods.memory import method_bytes
 from leank.eval.methods.prefill.gemfilter import GemFilter
 from leank.eval.methods.reads.quest import Quest
 from leank.eval.methods.tokens.h2o import H2O
@@ -25,6 +28,7 @@ from leank.eval.run.fidelity import compare
 from leank.eval.run.replay import Replay, Settings
 from leank.head import Head
 from leank.mask import ChannelMask
+from leank.shape import kv_shape
 from leank.versions import CACHE
 from tests.helpers.cache_oracle import random_keep, tiny_model
 from tests.helpers.replay_tools import SIZES, Letters, methods, prompts
@@ -76,7 +80,11 @@ def test_several_tokens_at_once_give_what_token_by_token_gives(family, lengths):
             more = torch.ones_like(follow, dtype=torch.bool)
             mask = None if prompt.real is None else torch.cat([prompt.real, more], 1)
             found.append(read(model, method.cache(model, prompt), follow, mask))
-        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+        cache, ended = method.cache(model, prompt), []
+        found.append(decode.read_by_steps(model, cache, follow, prompt.real, prompt.lengths, ended.append))
+        torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found[0], found[2], rtol=1e-9, atol=1e-9)
+        assert ended == [*range(1, 24)]
 
 
 def test_the_fast_form_takes_fewer_passes_except_where_single_steps_count(monkeypatch):
@@ -152,6 +160,100 @@ def test_the_figures_of_a_reply_are_those_of_decoding_by_hand(lengths):
             assert got["kl"] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-6, abs=1e-9)
             assert got["top1"] == float((p.argmax(-1) == q.argmax(-1)).double().mean())
             assert (got["tokens"], got["loss"], got["non_finite"]) == (most, None, None)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("lengths", "sampling"), [([40], GREEDY), ([31, 17, 40], Sampling(temperature=0.8))], ids=["greedy", "sampled"]
+)
+def test_figures_by_position_are_those_of_decoding_by_hand(lengths, sampling):
+    """Each row alone, each token alone, dense without a cache; replies of a batch differ in length."""
+    model, ids, block = tiny_model("qwen2"), prompts(lengths), 4
+    made = [replace(row, max_new_tokens=11 - 3 * i) for i, row in enumerate(rows(len(ids)))]
+    found = replayed(model, ids, made, by_position=block, sampling=sampling)
+    for method in every():
+        for row, prompt in enumerate(ids):
+            answer = found[method.label][row]
+            reply = answer.tokens
+            assert reply == found["dense"][row].tokens
+            assert len(reply) == 11 - 3 * row
+            whole = model(torch.tensor([prompt + reply])).logits[0].log_softmax(-1)
+            if sampling == GREEDY:
+                assert reply == whole[len(prompt) - 1 : -1].argmax(-1).tolist()
+            p = whole[len(prompt) :]
+            alone = method.run_prefill(model, torch.tensor([prompt]), None, len(reply))
+            cache, steps, held = method.cache(model, alone), [], []
+            for place, token in enumerate(reply):
+                at = alone.lengths[:, None] + place
+                steps.append(model(torch.tensor([[token]]), **{CACHE: cache}, position_ids=at).logits[0])
+                if (place + 1) % block == 0 or place + 1 == len(reply):
+                    held.append(cache.memory().total if method.axes else 0)
+            q = torch.cat(steps).log_softmax(-1)
+            kl, same = (p.exp() * (p - q)).sum(-1), (p.argmax(-1) == q.argmax(-1)).double()
+            along, parts = answer.fidelity["along"], range(0, len(reply), block)
+            assert along["block"] == block
+            assert along["kl"] == pytest.approx([float(kl[i : i + block].mean()) for i in parts], rel=1e-6, abs=1e-9)
+            assert along["top1"] == [float(same[i : i + block].mean()) for i in parts]
+            assert answer.fidelity["kl"] == pytest.approx(float(kl.mean()), rel=1e-6, abs=1e-9)
+            assert answer.score == answer.fidelity["top1"] == float(same.mean())
+            assert answer.fidelity["tokens"] == len(reply)
+            assert len(along["seconds"]) == len(along["bytes"]) == len(parts)
+            ends = [len(prompt) + min(i + block, len(reply)) for i in parts]
+            wanted = [method_bytes(method, model.config, end, 8) for end in ends]
+            assert along["planned"] == wanted
+            if not method.axes:
+                assert along["bytes"] == [2 * 8 * end * math.prod(kv_shape(model.config)) for end in ends]
+            elif len(lengths) == 1:
+                assert along["bytes"] == held
+
+
+def test_a_reply_that_is_known_is_read_and_not_written_again():
+    model, ids = tiny_model("llama"), prompts([40, 29])
+    asked = [Prompt(i, len(i)) for i in ids]
+    engine = Replay(model, Letters(), Settings(by_position=5))
+    whole = {m.label: a for m, a in engine.answers(asked, rows(2), methods())}
+    other = [5, 6, 7]
+    for known in ([whole["dense"][0].tokens, None], [other, None], [other, other]):
+        again = {m.label: a for m, a in engine.answers(asked, rows(2), methods()[1:3], known=known)}
+        for row, reply in enumerate(known):
+            for label, answers in again.items():
+                assert answers[row].tokens == (whole["dense"][row].tokens if reply is None else reply)
+                if answers[row].tokens == whole["dense"][row].tokens:
+                    mine, then = (a[row].fidelity for a in (answers, whole[label]))
+                    assert mine["along"]["kl"] == pytest.approx(then["along"]["kl"], rel=1e-9)
+    with pytest.raises(ValueError, match="beyond the model's vocab_size"):
+        list(engine.answers(asked, rows(2), methods(), known=[[10**6], None]))
+
+
+def test_a_text_is_read_by_position_too():
+    model, ids = tiny_model("llama"), prompts([44, 40])
+    whole, steps = (replayed(model, ids, text_rows(2), question=20, by_position=n) for n in (0, 7))
+    for label, answers in whole.items():
+        for one, two in zip(answers, steps[label], strict=True):
+            along = two.fidelity.pop("along")
+            tokens = one.fidelity["tokens"]
+            sizes = [min(7, tokens - start) for start in range(0, tokens, 7)]
+            total = sum(kl * size for kl, size in zip(along["kl"], sizes, strict=True))
+            assert total / tokens == pytest.approx(one.fidelity["kl"], rel=1e-9, abs=1e-9)
+            for name, value in one.fidelity.items():
+                assert two.fidelity[name] == (value if value is None else pytest.approx(value, rel=1e-9, abs=1e-9))
+            assert one.score == two.score
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"fidelity": 4}, "fidelity=4 beside by_position=8"),
+        ({"compress": "before_question"}, "compress=before_question beside by_position=8"),
+        ({"sampling": Sampling(temperature=1.0, replies=2)}, "sampling.replies=2 beside by_position=8"),
+    ],
+)
+def test_what_by_position_excludes_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        Settings(by_position=8, **given)
+    engine = Replay(tiny_model("llama"), Letters(), Settings(by_position=8))
+    with pytest.raises(ValueError, match="by_position=8: t has conversations"):
+        list(engine.answers([Prompt([3] * 9, 5)] * 2, rows(2), methods(), turns=2))
 
 
 def test_measuring_changes_no_reply_and_costs_no_time_of_the_reply():
