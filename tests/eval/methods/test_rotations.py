@@ -1,4 +1,4 @@
-"""OSCAR, one grid for each token and head, and NVFP4, against their rules written out number by number."""
+"""OSCAR, OScaR, one grid for each token and head, and NVFP4, against their rules written out number by number."""
 
 import itertools
 import math
@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.codecs import OfHeads
+from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.segment import PAGE
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import prefill
 from leank.eval.methods.bits.nvfp4 import LEVELS, Blocks
+from leank.eval.methods.bits.omni_scaled import OmniScaled, ScaledKeys, TurnedValues
 from leank.eval.methods.bits.oscar import OSCAR, Turned
 from leank.eval.methods.bits.per_token_head import ShortGrid
 from leank.eval.methods.common.hadamard import hadamard
@@ -123,6 +125,35 @@ def test_oscar_clips_and_rounds_in_its_basis(dim, bits, clip, centred, seed):
         assert np.allclose(read, want, atol=1e-6 * (1 + most if clip < 1 else 100))
 
 
+@settings(max_examples=30)
+@given(DIMS, st.sampled_from([2, 4, 8]), st.sampled_from([4, 8]), SEEDS)
+def test_oscar_of_meituan_takes_lengths_off_before_it_rounds(dim, bits, group, seed):
+    """Tokens of very different lengths, one of them 0, against the rule written out number by number."""
+    x = vectors(dim, torch.float64, seed, rows=1)[0]
+    x *= 10 ** torch.linspace(-2, 2, PAGE, dtype=torch.float64)[:, None]
+    x[7] = 0
+    turn, top = hadamard(dim).numpy(), 2**bits - 1
+    y = x.numpy() @ turn
+
+    def on_grid(numbers):
+        low, step = min(numbers), (max(numbers) - min(numbers)) / top
+        return [low + round((n - low) / step) * step if step else low for n in numbers]
+
+    lengths = np.sqrt((y**2).sum(-1, keepdims=True))
+    units, keys, values = y / np.where(lengths > 0, lengths, 1), np.empty_like(y), np.empty_like(y)
+    for first in range(0, PAGE, group):
+        for channel in range(dim):
+            keys[first : first + group, channel] = on_grid(units[first : first + group, channel].tolist())
+    for token, first in itertools.product(range(PAGE), range(0, dim, group)):
+        values[token, first : first + group] = on_grid(y[token, first : first + group].tolist())
+    plain = Packing(bits, group)
+    for codec, want, of_keys in ((ScaledKeys(plain), keys * lengths, True), (TurnedValues(plain), values, False)):
+        got = stored(codec, x[None], of_keys)[0].numpy() @ turn
+        worst = np.abs(got - want).max(-1) / np.maximum(lengths[:, 0], 1e-30)
+        assert np.quantile(worst, 0.9) < 1e-6  # a number half way between two levels may take either
+    assert OmniScaled(bits, group).sized(0, None) == OfHeads(((ScaledKeys(plain), TurnedValues(plain)),))
+
+
 def test_oscar_refuses_pruned_channels():
     with pytest.raises(ValueError, match="leave out the choice of channels"):
         Turned(2, torch.eye(16)).encode(torch.zeros(1, PAGE, 15), True)
@@ -165,19 +196,26 @@ OWN = OfHeads(
     tuple((Turned(2, basis, 0.9, mean), Turned(2, basis)) for mean in (None, torch.ones(16)) for basis in BASES)
 )
 
+OSCALED = OmniScaled(2, 8).sized(0, None)
+
 
 @settings(max_examples=20)
 @given(
     st.sampled_from(
-        [ShortGrid(16), ShortGrid(4, False), Blocks(), Turned(2, hadamard(16), 0.9), Turned(3, hadamard(16)), OWN]
+        [ShortGrid(16), ShortGrid(4, False), Blocks(), Turned(2, hadamard(16), 0.9), Turned(3, hadamard(16)), OWN, OSCALED]
     ),
     st.lists(st.integers(0, 70), min_size=1, max_size=3), LAST, SEEDS,
 )  # fmt: skip
 def test_a_segment_holds_what_a_vector_alone_is_stored_as(codec, appends, last, seed):
     def rounded(head, k, v):
-        one = codec.heads[head] if codec is OWN else (codec, codec)
+        one = codec.heads[head % len(codec.heads)] if isinstance(codec, OfHeads) else (codec, codec)
+        if not len(k):
+            return k, v
+        spare = -len(k) % codec.group  # a short group of K counts its last token again
+        filled = torch.cat([k, k[-1:].expand(spare, -1)]), v
         return tuple(
-            c.decode(*c.encode(x[None], keys), keys)[0] for c, x, keys in zip(one, (k, v), (True, False), strict=True)
+            c.decode(*c.encode(x[None], keys), keys)[0][: len(v)]
+            for c, x, keys in zip(one, filled, (True, False), strict=True)
         )
 
     channels = KeptChannels.of(None, torch.empty(2, 3, 0, 16))
