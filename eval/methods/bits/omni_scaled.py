@@ -35,7 +35,7 @@ class OmniScaled(Bits):
     A group of K spans tokens, so the longest of them widens the grid of all; without their lengths tokens share one.
 
     Deviations
-    - A token has a length in every head, the authors' code one over all heads of a layer: 16 bits a token and head here.
+    - A token has a length in every head, 16 bits each; in the authors' code it has one over all heads of a layer.
     - Groups have 32 numbers, whose scales make 3 bits a number, as in the paper's bytes; the authors' kernel has 128.
     - Sink and window are the cache's; the authors keep no sink, and the newest 128 to 256 tokens.
     - Plain PyTorch turns the vectors back: answers and bytes are the method's, time is not.
@@ -62,7 +62,7 @@ class OmniScaled(Bits):
 
 
 def _turned(x: Tensor) -> Tensor:
-    """x H, at least in float32."""
+    """The product x H, at least in float32."""
     return x.to(wide(x)) @ hadamard(x.shape[-1]).to(x.device, wide(x))
 
 
@@ -107,7 +107,7 @@ class TurnedValues(PageCodec):
 class ScaledKeys(TurnedValues):
     """Directions of keys in another basis, stored as `plain` stores keys, and a length for every token.
 
-    Numbers [R, n / group, 2 d + group]: of a group scale and zero point of each channel, then the lengths of its tokens.
+    Numbers [R, n / group, 2 d + group]: scale and zero point of a group's channels, then the lengths of its tokens.
     """
 
     holds = "turned vectors and their lengths"

@@ -192,17 +192,16 @@ def test_oscar_turns_to_what_queries_and_values_weigh():
 
 
 BASES = [hadamard(16), torch.eye(16, dtype=torch.float64)]
+OTHERS = Turned(3, hadamard(16)), OmniScaled(2, 8).sized(0, None)
 OWN = OfHeads(
     tuple((Turned(2, basis, 0.9, mean), Turned(2, basis)) for mean in (None, torch.ones(16)) for basis in BASES)
 )
-
-OSCALED = OmniScaled(2, 8).sized(0, None)
 
 
 @settings(max_examples=20)
 @given(
     st.sampled_from(
-        [ShortGrid(16), ShortGrid(4, False), Blocks(), Turned(2, hadamard(16), 0.9), Turned(3, hadamard(16)), OWN, OSCALED]
+        [ShortGrid(16), ShortGrid(4, False), Blocks(), Turned(2, hadamard(16), 0.9), *OTHERS, OWN]
     ),
     st.lists(st.integers(0, 70), min_size=1, max_size=3), LAST, SEEDS,
 )  # fmt: skip
