@@ -29,7 +29,8 @@ def run(config: dict[str, Any], directory: Path) -> int:
     """Check everything, replay what is missing in `directory`, and write the report; returns the new rows' number."""
     from leank.eval.inference.models import load_model
     from leank.eval.report import write_report
-    from leank.eval.rows import Results, check_rows, read
+    from leank.eval.rows import GLOB, Results, check_rows, read
+    from leank.eval.run import devices
     from leank.eval.run.build import build_job
     from leank.typed import typed
     from leank.wandb_log import LoggerConfig, make_logger
@@ -37,13 +38,15 @@ def run(config: dict[str, Any], directory: Path) -> int:
     logging_to = typed(LoggerConfig, {} if config.get("logger") is None else config["logger"], "logger.")
     job, tokenizer = build_job(config)
     shard, shards = job.settings.numbered_shard
-    with Results(directory, f"-{shard}-of-{shards}" if shards > 1 else "") as results:
+    if any(directory.glob(GLOB)):
         check_rows(read(directory))  # now, not in hours: the report is computed from the old rows, too
-        work = job.missing(results.keys)
-        log.info("%s there, %s to do, in %s", amount(len(results.keys), "row"), amount(len(work), "batch"), directory)
-        new = 0
-        if work:
-            new = job.run(results, load_model(job.model), tokenizer)
+    if job.settings.devices > 1:
+        new = devices.replay(job, tokenizer, directory)
+    else:
+        with Results(directory, f"-{shard}-of-{shards}" if shards > 1 else "") as results:
+            work, there = job.missing(results.keys), amount(len(results.keys), "row")
+            log.info("%s there, %s to do, in %s", there, amount(len(work), "batch"), directory)
+            new = job.run(results, load_model(job.model), tokenizer) if work else 0
     write_report(directory)
     log.info("%s; report: %s", amount(new, "new row"), directory / "report.html")
     # one shard logs nothing: the same command without shard= logs all of them

@@ -24,6 +24,7 @@ from leank.eval.report.groups import frame, group
 from leank.eval.report.summary import Run, summarise_groups
 from leank.eval.report.tables import Table, by_length, number, overall
 from leank.eval.rows import GLOB, Key, Results, key_of, read
+from leank.eval.run import devices
 from leank.eval.run.build import build_job, composed
 
 FAILURES = (ValueError, FileNotFoundError, MemoryError)  # of one command; the others go on
@@ -73,6 +74,9 @@ class Runner:
 
     def _replay(self, line: tuple[str, ...]) -> list[Key]:
         job, tokenizer = build_job(composed(line[1:]))
+        if job.settings.devices > 1:
+            devices.replay(job, tokenizer, self.out / "rows")
+            return job.all_keys()
         shard, shards = job.settings.numbered_shard
         with Results(self.out / "rows", f"-{shard}-of-{shards}" if shards > 1 else "", folder="--out") as results:
             if job.missing(results.keys):

@@ -8,7 +8,9 @@ import logging
 import math
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
@@ -30,7 +32,8 @@ from leank.eval.run.replay import BETWEEN, Answer, Replay, Settings, Warnings
 
 BAR = "{desc}: {percentage:3.0f}%|{bar:20}| {elapsed}<{remaining}"
 FORMAT = 1  # version of what a row means; part of its key
-Tell: TypeAlias = Callable[[Method, int, int], None]  # of a method that has answered: its number, of how many
+Tell: TypeAlias = Callable[[str, int, int], None]  # of a method that has answered: its label, its number, of how many
+Work: TypeAlias = tuple[Cell, tuple[str, ...], list[Method]]  # a batch: samples of a cell, and methods that lack them
 log = logging.getLogger("eval")
 
 
@@ -54,21 +57,55 @@ class CellBatch:
             yield CellBatch(self.cell, self.rows[start:end], self.prompts[start:end])
 
 
-class Sign:
-    """A line in the log now and then, for a batch whose methods take long."""
+class Progress:
+    """How far a run is: a bar on terminals, a line in the log after each cell, and one now and then in long batches."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: Sequence[Work]) -> None:
+        self._left = Counter(cell.place for cell, *_ in work)  # batches of each cell
+        self._batches, self._done, self._new = len(work), 0, 0
+        self._total, self._spent = sum(cost(*batch) for batch in work), 0
+        self._bar: tqdm | None = None
         self._last = time.perf_counter()
+        self._began: float | None = None  # with the first batch; models are loaded before
 
-    def of(self, where: str, method: Method, number: int, methods: int) -> None:
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the bar, and log beside it."""
+        with tqdm(total=self._total, bar_format=BAR, disable=None) as self._bar, logging_redirect_tqdm():
+            yield  # disable=None: on terminals alone
+
+    def begins(self, place: str) -> None:
+        """Say which cell's batch is next."""
+        if self._began is None:
+            self._began = self._last = time.perf_counter()
+        if self._bar is not None:
+            self._bar.set_description(self._where(place))
+
+    def answered(self, place: str, label: str, number: int, methods: int) -> None:
         """Say that a method has answered, if the last line is some time ago."""
         if time.perf_counter() - self._last >= BETWEEN:
-            log.info("%s: %s has answered, method %d of %d", where, method.label, number, methods)
-            self.reset()
+            log.info("%s: %s has answered, method %d of %d", self._where(place), label, number, methods)
+            self._last = time.perf_counter()
 
-    def reset(self) -> None:
-        """Count from now: another line stands in the log."""
-        self._last = time.perf_counter()
+    def replayed(self, place: str, spent: int, rows: int) -> None:
+        """Count a batch with its cost and new rows; say so if it was the last one of its cell."""
+        self._done, self._new, self._spent = self._done + 1, self._new + rows, self._spent + spent
+        self._left[place] -= 1
+        if self._bar is not None:
+            self._bar.update(spent)
+        if not self._left[place]:
+            left = (time.perf_counter() - (self._began or self._last)) * (self._total - self._spent) / self._spent
+            log.info("%s replayed: batch %d of %d, %s, about %s left", place, self._done, self._batches,
+                     amount(self._new, "new row"), tqdm.format_interval(left))  # fmt: skip
+            self._last = time.perf_counter()
+
+    def _where(self, place: str) -> str:
+        return f"{place}, batch {self._done + 1} of {self._batches}"
+
+
+def cost(cell: Cell, samples: Sequence[str], methods: Sequence[Method]) -> int:
+    """Return what a batch costs, in tokens of prompts under a method."""
+    return len(methods) * len(samples) * (cell.length or 1)
 
 
 @dataclass(frozen=True)
@@ -121,7 +158,7 @@ class Job:
         replies = range(self.settings.sampling.replies)
         return [Key(*first, cell.task, cell.length, sample, *last, reply) for sample in samples for reply in replies]
 
-    def missing(self, done: set[Key]) -> list[tuple[Cell, tuple[str, ...], list[Method]]]:
+    def missing(self, done: set[Key]) -> list[Work]:
         """Return the batches that still lack rows, each with the methods that lack them.
 
         A batch's samples depend on the plan alone: a run that was killed and went on has the same rows as another.
@@ -161,29 +198,26 @@ class Job:
             for key in either
         ]
 
-    def run(self, results: Results | Collected, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-        """Do what is missing. Returns the number of new rows."""
+    def run(
+        self, results: Results | Collected, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
+        progress: Progress | None = None,
+    ) -> int:  # fmt: skip
+        """Do what is missing. Returns the number of new rows; progress: hears how far it is, by default a new one."""
         work = self.missing(results.keys)
+        progress = progress or Progress(work)
         wanted = {id(method): method for _, _, methods in work for method in methods}
         replay = Replay(model, tokenizer, self.settings)
         replay.calibrate(list(wanted.values()), self.model.chat)
-        costs = [len(methods) * len(samples) * (cell.length or 1) for cell, samples, methods in work]
-        said, new, size, sign = Warnings(), 0, self.settings.batch_size, Sign()
-        began = time.perf_counter()
-        with tqdm(total=sum(costs), bar_format=BAR, disable=None) as bar, logging_redirect_tqdm():  # None: on terminals
+        said, new, size = Warnings(), 0, self.settings.batch_size
+        with progress.shown():
             for number, (cell, samples, methods) in enumerate(work, 1):
-                where = f"{cell.place}, batch {number} of {len(work)}"
-                bar.set_description(where)
+                progress.begins(cell.place)
                 batch = self._batch(cell, samples, model, tokenizer)
-                tell = partial(sign.of, where)
+                tell = partial(progress.answered, cell.place)
                 done, size = self._halved_until_it_fits(results, replay, batch, methods, size, said, tell)
                 new += done
-                bar.update(costs[number - 1])
+                progress.replayed(cell.place, cost(cell, samples, methods), done)
                 if number == len(work) or work[number][0] is not cell:
-                    left = (time.perf_counter() - began) * sum(costs[number:]) / sum(costs[:number])
-                    log.info("%s replayed: batch %d of %d, %s, about %s left", cell.place, number, len(work),
-                             amount(new, "new row"), tqdm.format_interval(left))  # fmt: skip
-                    sign.reset()
                     said.stop_if_broken(self.model.name, self.model.dtype)
         return new
 
@@ -264,7 +298,7 @@ class Job:
                     said.note(method, cell.place, tokens, answer.compressed, answer.dense_only, answer.non_finite,
                               answer.saturated)  # fmt: skip
                     results.append(self.result(key, method, row, prompt, answer))
-            tell(method, number, len(lacking))
+            tell(method.label, number, len(lacking))
 
     def result(self, key: Key, method: Method, row: Row, prompt: Prompt, answer: Answer) -> ResultRow:
         """Return the row that is stored."""

@@ -19,6 +19,7 @@ from typing import Annotated
 
 import numpy as np
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -68,8 +69,9 @@ class Settings(Checked):
     by_position: Count = 0
     # share of dense bytes, or label of a method, that every method is brought to; see eval.run.build
     match: float | str | None = None
-    # "i/n" does every n-th batch, beginning with batch i (0 is the first), for several GPUs or a Slurm array
+    # "i/n" does every n-th batch, beginning with batch i (0 is the first), for several machines or a Slurm array
     shard: str = "0/1"
+    devices: Annotated[int, Ge(1), Le(1024)] = 1  # GPUs that share the batches, a process each; on a CPU, processes
     # how special tokens in a sample's own text are read, see eval.inference.prompts.encode
     specials: Annotated[str, OneOf(*SPECIALS)] = "text"
 

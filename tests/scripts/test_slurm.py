@@ -16,6 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 from leank.eval.rows import key_of, read
+from leank.mask import ChannelMask
 from leank_train.train import run
 from tests import ROOT
 from tests.helpers.local_slurm import LocalSlurm, missing
@@ -151,6 +152,31 @@ def tool(slurm, cwd, *arguments):
 
 
 @slow
+@pytest.mark.parametrize("trainer", ["fsdp", "sequence_parallel"])
+def test_layouts_of_two_ranks_requeued_from_the_closed_form_on(slurm, model_folder, tmp_path, trainer):
+    """USR1 after a document of the closed form, and after steps: the layout of a run that was left alone."""
+    more = ["trainer.sequence_parallel=2"] if trainer == "sequence_parallel" else []
+    layouts = ["stage1=steered", "stage1.steps=60", "stage2.steps=0", "pruning.bytes=0.3", "pruning.align=16",
+               "pruning.compensation=mean", "data.calibration=12", "checkpoint_every=1", f"trainer={trainer}",
+               "trainer.devices=2", *more]  # fmt: skip
+    number, log = train(slurm, tmp_path, model_folder, ["--ntasks-per-node=2"], *layouts, "hydra.run.dir=stopped")
+    kept = [tmp_path / "stopped/checkpoints" / name for name in ("closed_form.ckpt", "stage1/last.ckpt")]
+    for starts, file in enumerate((kept[0], kept[0], kept[1]), 1):
+        before = file.stat().st_mtime_ns if file.exists() else 0
+        until(lambda f=file, b=before: f.exists() and f.stat().st_mtime_ns > b, f"{file.name} of start {starts}")
+        slurm.call("scancel", "--signal=USR1", number)
+        until(lambda n=starts: int(jobs(slurm, number)[0]["Restarts"]) == n, f"requeueing number {starts}", 60)
+    finish(slurm, number, log)
+    assert log.read_text().count("goes back into the queue") == 3
+    number, log = train(slurm, tmp_path, model_folder, ["--ntasks-per-node=2"], *layouts, "hydra.run.dir=whole")
+    finish(slurm, number, log)
+    stopped, whole = (ChannelMask.load(tmp_path / name / "mask.safetensors") for name in ("stopped", "whole"))
+    assert torch.equal(stopped.precision.key_bits, whole.precision.key_bits)
+    assert torch.equal(stopped.mean_keys, whole.mean_keys)
+    assert stopped.metadata["heldout"] == whole.metadata["heldout"]
+
+
+@slow
 def test_sweep_with_a_member_requeued_and_one_killed(slurm, model_folder, tmp_path):
     """Four ratios x two seeds from one command; USR1 to one member, SIGKILL to another, which is then run again."""
     experiment = tmp_path / "conf/train/experiment/tiny.yaml"
@@ -224,3 +250,9 @@ def test_evaluation_in_parts(slurm, model_folder, tmp_path):
     again = submit(slurm, tmp_path, "--array=1", "--export=ALL,SHARDS=3", script, *settings, "hydra.run.dir=parts")
     finish(slurm, again, tmp_path / f"leank_eval_{again}_1.log")
     assert {f: f.read_bytes() for f in before} == before
+    node = submit(slurm, tmp_path, "--cpus-per-task=2", "-o", "node.log", script, *settings, "devices=2",
+                  "hydra.run.dir=node")  # fmt: skip
+    finish(slurm, node, tmp_path / "node.log")
+    assert len(list((tmp_path / "node").glob("results-*-of-2.jsonl"))) == 2
+    assert (tmp_path / "node/report.html").exists()
+    assert rows("node") == rows("whole")

@@ -20,7 +20,7 @@ from leank.eval.methods.prefill.asl import ASL
 from leank.eval.methods.prefill.fastkv import FastKV
 from leank.eval.methods.tokens.h2o import H2O
 from leank.eval.methods.tokens.snapkv import SnapKV
-from leank.eval.run.job import Sign
+from leank.eval.run.job import Progress
 from leank.eval.run.replay import Replay, Settings
 from tests.helpers.cache_oracle import FAMILIES, tiny_model
 from tests.helpers.replay_tools import NEW, SIZES, Letters, alone, methods, prompts, rows
@@ -370,10 +370,11 @@ def test_a_captured_loop_gives_the_tokens_of_an_eager_one(config, lengths, captu
 def test_a_long_batch_says_which_method_has_answered(monkeypatch, caplog):
     clock = iter([0.0, 5.0, 25.0, 25.0, 30.0])
     monkeypatch.setattr("leank.eval.run.job.time.perf_counter", lambda: next(clock))
-    sign = Sign()
+    cell = SimpleNamespace(place="niah at 1024", length=1024)
+    progress = Progress([(cell, ("0",), [Method("dense")]), (cell, ("1",), [Method("dense")])])
     with caplog.at_level("INFO"):
         for number in (1, 2, 3):
-            sign.of("niah at 1024, batch 1 of 2", Method("dense"), number, 3)
+            progress.answered(cell.place, "dense", number, 3)
     assert [record.getMessage() for record in caplog.records] == [
         "niah at 1024, batch 1 of 2: dense has answered, method 2 of 3"
     ]
