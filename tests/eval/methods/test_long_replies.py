@@ -16,9 +16,12 @@ from leank.eval.cache.memory import measure_store
 from leank.eval.cache.storage.eviction import HeavyHitters, largest
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.store import Store
+from leank.eval.inference import decode
 from leank.eval.inference.prefill import prefill
 from leank.eval.methods import build_method
+from leank.eval.methods.memory import method_bytes
 from leank.eval.methods.tokens.h2o import H2O
+from leank.eval.methods.tokens.keydiff import KeyDiff
 from leank.eval.methods.tokens.lethe import Lethe, hoyer
 from leank.eval.methods.tokens.rkv import RKV
 from leank.eval.methods.tokens.tova import TOVA
@@ -47,7 +50,7 @@ class Held:
 
 
 class Slow:
-    """One prompt; the choice is H2O, TOVA, R-KV or Lethe. keep: bool [L, H, D]."""
+    """One prompt; the choice is H2O, TOVA, KeyDiff, R-KV or Lethe. keep: bool [L, H, D]."""
 
     def __init__(self, choice, sizes, keep):
         self.choice, self.sizes, self.keep = choice, sizes, keep
@@ -89,11 +92,13 @@ class Slow:
             ranks = [self.rkv(recent[head], k[head], range(tokens), observed=choice.queries) for head in range(heads)]
         elif isinstance(choice, TOVA):
             ranks, sums = [weights[:, -1].mean(0)] * heads, torch.zeros_like(sums)
+        elif isinstance(choice, KeyDiff):
+            ranks, sums = [self.keydiff(k[head]) for head in range(heads)], torch.zeros_like(sums)
         else:
             ranks = sums
         middle = [list(range(sizes.sink, start)) if kept.any() else [] for kept in self.keep[index]]
         self.layers[index] = held = Held(k, v, sums, middle, start)
-        if isinstance(choice, (H2O, TOVA, RKV)):
+        if isinstance(choice, (H2O, TOVA, RKV, KeyDiff)):
             room = choice.budget - sizes.sink - sizes.window - (start - certain)
             for head, rank in enumerate(ranks):
                 best = sorted(range(sizes.sink, certain), key=lambda j, rank=rank: (-float(rank[j]), j))[:room]
@@ -115,7 +120,7 @@ class Slow:
         for middle, kept in zip(held.middle, self.keep[index], strict=True):
             middle += range(held.start, held.start + due) if kept.any() else ()
         held.start += due
-        if due and isinstance(choice, (H2O, TOVA, RKV)):
+        if due and isinstance(choice, (H2O, TOVA, RKV, KeyDiff)):
             room = choice.budget - sizes.sink - sizes.window
             for head, middle in enumerate(held.middle):
                 if len(middle) > room:
@@ -129,11 +134,20 @@ class Slow:
             return held.scores.sum(0)
         if isinstance(self.choice, H2O):
             return held.scores[head]
+        if isinstance(self.choice, KeyDiff):
+            middle = held.middle[head]
+            ranks = self.keydiff((held.keys[head] * self.keep[index, head])[middle]).tolist()
+            return dict(zip(middle, ranks, strict=True))
         tokens = self.around(held.middle[head], held)
         share = held.scores[head, tokens] / held.scores[head, tokens].sum()
         observed = held.tokens - held.start
         found = self.rkv(share, held.keys[head] * self.keep[index, head], held.middle[head], tokens, observed)
         return dict(zip(tokens, found, strict=True))
+
+    def keydiff(self, keys):
+        """Minus the cosine of each of keys [n, D] with the mean of their directions."""
+        anchor = sum(key / key.norm() for key in keys) / len(keys)
+        return torch.stack([-(key @ anchor) / (key.norm() * anchor.norm()) for key in keys])
 
     def rkv(self, importance, keys, compared, tokens=None, observed=0):
         """Z of `tokens`, of which those `compared` have a redundancy, and the last ones are `observed`."""
@@ -225,6 +239,8 @@ CASES = {
     "h2o": ((80, 1, 7, 2), (0, 0, 1), (33, 90), {"name": "h2o", "budget": 9}, 0.5),
     "h2o, nothing": ((96, 2, 1, 1), (3, 1, 8), (70, 1), {"name": "h2o", "budget": 4}, 0),
     "h2o, an empty head": ((16, 2, 2, 2), (2, 4, 3), (37, 12), {"name": "h2o", "budget": 16}, None),
+    "keydiff": ((16, 2, 2, 2), (2, 4, 3), (60, 7), {"name": "keydiff", "budget": 20}, 0.5),
+    "keydiff, an empty head": ((16, 2, 2, 2), (0, 5, 1), (37, 12), {"name": "keydiff", "budget": 14}, None),
     "tova": ((96, 1, 3, 1), (0, 0, 3), (60, 7, 1), {"name": "tova", "budget": 25}, 0.5),
     "rkv": ((16, 1, 7, 2), (3, 6, 1), (60, 7),
             {"name": "rkv", "budget": 30, "queries": 8, "kernel": 3, "threshold": 0.2}, 0.5),
@@ -321,6 +337,41 @@ def test_whatever_the_attention_memory_is_bounded_and_both_ends_stay(reading, pe
         assert np.array_equal(store.eviction.held, held(store))
         memory, room = measure_store(store), 64 + 192 + SINK + 64  # slots of prompt, tail, sink and ring
         assert memory.total - memory.tables - memory.extra <= 2 * 2 * room * 2 * 8 * 4
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(["h2o", "tova", "keydiff", "rkv"]), sink=st.integers(0, 3), window=st.integers(0, 9),
+    flush=st.integers(1, 7), heavy=st.integers(0, 12), start=st.integers(2, 40), ratio=st.sampled_from([0.0, 0.5]),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_no_step_of_a_reply_holds_more_than_the_budget(name, sink, window, flush, heavy, start, ratio, seed):
+    """Tokens of a head: the budget, and those of the window that wait for the next flush, fewer than `flush`."""
+    rows, heads, dim = 2, 2, 8
+    window = max(window, 4) if name == "rkv" else window  # of which the observed tokens are a part
+    options = {"queries": 4} if name == "rkv" else {}
+    config = {"tokens": {"name": name, "budget": max(1, sink + window + heavy), **options}}
+    config |= {"channels": {"name": "random", "ratio": ratio}} if ratio else {}
+    model = random_model(dim, heads, 1, 1)
+    chosen = build_method("one", config, {"sink": sink, "window": window, "flush": flush, "backend": "torch"})
+    ids = torch.randint(2, 97, (rows, start + 40), generator=torch.Generator().manual_seed(seed))
+    passed = chosen.run_prefill(model, ids[:, :start], None, 40)
+    cache = chosen.cache(model, passed)
+    (layer,), token = cache.layers, 2 * heads * dim * 8  # bytes of a token that no channel is gone from
+    for step in range(41):
+        store, memory = layer.store, cache.memory()
+        waiting = np.maximum(0, store.seen - store.start)
+        middle = store.prompt.length + store.tail.length
+        everything = middle + (np.minimum(store.seen, sink) + waiting)[:, None]
+        assert everything.max() <= chosen.tokens.budget + flush - 1
+        assert (everything - waiting[:, None] + np.minimum(waiting, window)[:, None]).max() <= chosen.tokens.budget
+        kept = memory.sink + memory.window + memory.middle_k + memory.middle_v
+        whole = method_bytes(chosen, model.config, start + step, 8)
+        assert kept <= rows * (whole + (flush - 1) * token)
+        assert memory.extra <= rows * heads * 4 * (chosen.tokens.budget + flush - 1)
+        if step < 40:
+            decode.read_by_steps(model, cache, ids[:, start + step, None], None, passed.lengths + step)
+    assert everything.max() >= min(start + 40, chosen.tokens.budget)  # and the budget is used
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
