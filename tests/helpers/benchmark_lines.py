@@ -28,6 +28,14 @@ NEEDLE = {"id": "0001", "needle": "{CHAR} keeps a {1}.", "questions": {"onehop":
           {"T1": {"input_args": ["trout", "fish"]}}, "character_set": ["Ada", "Bo", "Cy"], "system_prompt": "Be brief.",
           "task_template": "Read:\n{haystack}\nQuestion: {question}"}  # fmt: skip
 
+AIME = {"problem": "How many?", "answer": "073", "id": 60}
+GPQA = {"Question": "Which?", "Correct Answer": "a", "Incorrect Answer 1": "b", "Incorrect Answer 2": "c",
+        "Incorrect Answer 3": "d", "Subdomain": "Optics"}  # fmt: skip
+CHAT = [{"role": "user", "content": "write a poem about tapirs"}, {"role": "assistant", "content": "A tapir sat."},
+        {"role": "user", "content": "Prepend x7Qp to the 1st (1 indexed) poem about tapirs."}]  # fmt: skip
+MRCR = {"prompt": json.dumps(CHAT), "answer": "x7QpA tapir sat.", "random_string_to_prepend": "x7Qp", "n_needles": 2}
+GSM8K = {"question": "How many?", "answer": "2 + 3 = 5\n#### 5"}
+
 
 def helmet_files(folder):
     """Made-up files of HELMET, one or two lines each, beside the examples that its parity rows were made with."""

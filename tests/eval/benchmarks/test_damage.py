@@ -10,21 +10,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leank.eval.benchmarks import from_files
+from leank.eval.benchmarks.aime import Aime
 from leank.eval.benchmarks.babilong import BabiLong
 from leank.eval.benchmarks.base import score_row
+from leank.eval.benchmarks.gpqa import CHOICES, Gpqa
 from leank.eval.benchmarks.gsm_infinite import GsmInfinite
 from leank.eval.benchmarks.infinitebench import InfiniteBench
 from leank.eval.benchmarks.longbench import LongBench
 from leank.eval.benchmarks.longbench_v2 import LongBenchV2
+from leank.eval.benchmarks.longgenbench import LongGenBench
 from leank.eval.benchmarks.math500 import Math500
 from leank.eval.benchmarks.mmlu import Mmlu
+from leank.eval.benchmarks.mrcr import Mrcr
 from tests.helpers.benchmark_lines import (
+    AIME,
     BABI,
     CHOICE,
     CONFIG,
     FIND,
+    GPQA,
+    GSM8K,
     MATH,
     MMLU,
+    MRCR,
     NAMES,
     PASSKEY,
     QASPER,
@@ -56,6 +64,11 @@ CASES = {
     "longbench_v2": (LongBenchV2, "longbench_v2.jsonl", V2, (*V2.keys() - {"domain", "_id"},)),
     "babilong": (lambda p: BabiLong(p, tasks=["qa2"], lengths=["4k"]), "qa2_4k.jsonl", BABI,
                  ("input", "question", "target")),
+    "aime": (lambda p: Aime(p, tasks=["aime25"]), "aime25.jsonl", AIME, ("problem", "answer")),
+    "gpqa": (Gpqa, "gpqa_diamond.jsonl", GPQA, ("Question", *CHOICES)),
+    "mrcr": (lambda p: Mrcr(p, tasks=["2needle"]), "2needle.jsonl", MRCR,
+             ("prompt", "answer", "random_string_to_prepend")),
+    "longgenbench": (lambda p: LongGenBench(p, questions=1), "test.jsonl", GSM8K, ("question", "answer")),
 }  # fmt: skip
 WRONG = ["", "  \n", [], {}, [None], [""], [[]], ["a", 5], {"a": 1}, True, 1.5, -1, None, "mat", 10**40, [["Ada"]]]
 # what is right although it stands here: one answer of math_find or MATH is any number or text, a text may be "mat"
@@ -67,6 +80,7 @@ RIGHT = {
     ("symbolic", "op"): [10**40],
     ("mmlu", "subject"): ["mat"],  # another subject's line
     **{("longbench_v2", f"choice_{letter}"): ["mat"] for letter in "ABCD"},
+    **{("gpqa", name): ["mat"] for name in ("Question", *CHOICES)},
 }
 PROSE = {"context", "problem", "question"}
 
@@ -94,7 +108,7 @@ def check(name, folder, tokenizer):
 
 def second(row):
     """A second sample beside it."""
-    text = next(name for name in ("context", "problem", "question") if name in row)
+    text = next(name for name in ("context", "problem", "question", "Question", "prompt") if name in row)
     names = {name: f"{row[name]}2" for name in ("_id", "id", "unique_id") if name in row}
     return {**row, **names, text: f"{row[text]} "}
 
