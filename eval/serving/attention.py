@@ -6,6 +6,7 @@ in `eval.serving.layout`, and for a layout of bits in `eval.serving.coded`. A qu
 generated itself reads as a decoding step does, also when a preempted request computes it again among others.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from leank.eval.cache.attention import dense
 from leank.eval.cache.storage.segment import PAGE
-from leank.eval.serving.coded import CodedLayout, Layout
+from leank.eval.serving.coded import AnyLayout, CodedLayout
 from leank.eval.serving.layout import PageGroup, PageLayout, Stripe
 
 LOGITS = 2**24  # of generated positions that are computed at a time: 64 MiB in float32
@@ -72,7 +73,7 @@ class WholePages:
 class Step:
     """What one step computes; it is made once, and every layer reads it."""
 
-    layout: Layout
+    layout: AnyLayout
     starts: list[int]  # [R + 1], the first row of each request in the step's tokens
     ends: list[int]  # [R], positions of each request once the step is done
     prompts: list[int]  # [R], tokens of each prompt
@@ -143,7 +144,7 @@ def slots_of(group: Any, table: Tensor, at: Tensor) -> Tensor:
     return torch.where(block > 0, block * group.block + at % group.block, -1)
 
 
-def places(layout: Layout, table: Tensor, first: Tensor, end: Tensor) -> Places:
+def places(layout: AnyLayout, table: Tensor, first: Tensor, end: Tensor) -> Places:
     """Where `rest` [R, blocks] holds what steps from position `first` [R] on read whole, up to position `end` [R]."""
     window = torch.clamp(layout.window_start(first), min=layout.sink)
     sink = torch.arange(layout.sink, device=table.device).expand(len(first), -1)
@@ -192,7 +193,7 @@ def attend(step: Step, layer: int, pages: Tensor, q: Tensor, k: Tensor, v: Tenso
         out[at] = prefill(step.layout, layer, pages, q[at], k[at], v[at], chunk, scaling)
 
 
-def decode(layout: Layout, layer: int, pages: Tensor, q: Tensor, step: DecodingRequests, scaling: float) -> Tensor:
+def decode(layout: AnyLayout, layer: int, pages: Tensor, q: Tensor, step: DecodingRequests, scaling: float) -> Tensor:
     """Attention of R requests with one new position each, which is in pages already.
 
     pages: [blocks, page_columns]; q: [R, Hq, D]. Returns [R, Hq, D] in q's dtype, computed in at least fp32.
@@ -241,15 +242,13 @@ def _decode_codes(
 
 
 def prefill(
-    layout: Layout, layer: int, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Chunk, scaling: float
+    layout: AnyLayout, layer: int, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Chunk, scaling: float
 ) -> Tensor:
     """Attention [n, Hq, D] of one request's new positions, whose K and V [n, H, D] come from the projections."""
     dense = len(q) - step.generated
     out = torch.empty_like(q)
     keys, values = _with_past(layout, layer, pages, step, k, v)
-    rounded = (
-        _rounded(layout, layer, pages, step, len(keys)) if isinstance(layout, CodedLayout) and step.generated else None
-    )
+    middle = _middle(layout, layer, pages, step, keys, values) if step.generated else None
     if dense:
         for heads, some in _by_sight(layout, layer, step, keys, values):
             of_heads = heads.repeat_interleave(q.shape[1] // len(heads))
@@ -258,16 +257,13 @@ def prefill(
     queries = max(1, LOGITS * k.shape[1] // (q.shape[1] * len(keys)))
     for start in range(dense, len(q), queries):
         at = torch.arange(start, min(start + queries, len(q)), device=q.device)
-        if isinstance(layout, CodedLayout):
-            assert rounded is not None
-            out[at] = _as_decoding_codes(layout, layer, q[at], (keys, values), rounded, step.first + at, scaling)
-        else:
-            out[at] = _as_decoding(layout, layer, q[at], keys, values, step.first + at, scaling)
+        assert middle is not None
+        out[at] = _as_decoding(layout, q[at], keys, values, middle, step.first + at, scaling)
     return out
 
 
 def _by_sight(
-    layout: Layout, layer: int, step: Chunk, k: Tensor, v: Tensor
+    layout: AnyLayout, layer: int, step: Chunk, k: Tensor, v: Tensor
 ) -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
     """The KV heads [H] bool that see the same of the past and the chunk, and K and V [T, H, D] of what they see."""
     empty = layout.empty(layer).to(k.device)
@@ -284,22 +280,46 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
     return dense.attend(q, k, v, scaling)[0]
 
 
-def _as_decoding(layout: PageLayout, layer: int, q: Tensor, k: Tensor, v: Tensor, at: Tensor, scaling: float) -> Tensor:
+# K and V [T, D] of a head's middle, None = it has none
+Middle = Callable[[int], tuple[Tensor, Tensor] | None]
+
+
+def _middle(layout: AnyLayout, layer: int, pages: Tensor, step: Chunk, k: Tensor, v: Tensor) -> Middle:
+    """K and V as the middle holds them, where steps of the chunk read it; k, v: [T, H, D], all positions' own."""
+    if isinstance(layout, CodedLayout):
+        coded_k, coded_v = _rounded(layout, layer, pages, step, len(k))
+        empty = layout.empty(layer).tolist()
+        return lambda head: None if empty[head] else (coded_k[:, head], coded_v[:, head])
+    channels = [stripes.channels for stripes in layout.kept.layers[layer]]
+
+    def of_head(head: int) -> tuple[Tensor, Tensor] | None:
+        if not len(channels[head]):
+            return None
+        kept = torch.zeros_like(k[:, head])
+        kept[:, channels[head]] = k[:, head, channels[head]]
+        return kept, v[:, head]
+
+    return of_head
+
+
+def _as_decoding(
+    layout: AnyLayout, q: Tensor, k: Tensor, v: Tensor, middle: Middle, at: Tensor, scaling: float
+) -> Tensor:
     """Attention of queries q [n, Hq, D] at positions `at` [n] as if each were decoded, over k, v [T, H, D]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     token, query = torch.arange(len(k), device=k.device), at[:, None]
-    middle = (token >= layout.sink) & (token < query - layout.window)  # [n, T]
+    in_middle = (token >= layout.sink) & (token < layout.window_start(query))  # [n, T]
     of_heads = q.unflatten(1, (k.shape[1], -1)).to(wide) * scaling  # [n, H, G, D]
     out = torch.empty_like(of_heads)
-    for head, stripes in enumerate(layout.kept.layers[layer]):  # one after the other, which bounds the memory
-        mine, key = of_heads[:, head].transpose(0, 1), k[:, head].to(wide)  # [G, n, D], [T, D]
-        logits = mine @ key.T
-        if stripes.k.count:
-            logits = torch.where(middle, mine[..., stripes.channels] @ key[:, stripes.channels].T, logits)
-        else:
-            logits.masked_fill_(middle, -torch.inf)
-        weight = logits.masked_fill_(token > query, -torch.inf).softmax(-1)
-        out[:, head] = (weight @ v[:, head].to(wide)).transpose(0, 1)
+    for head in range(k.shape[1]):  # one after the other, which bounds the memory
+        mine, own = of_heads[:, head].transpose(0, 1), middle(head)  # [G, n, D]
+        logits = mine @ k[:, head].to(wide).T
+        logits = torch.where(in_middle, -torch.inf if own is None else mine @ own[0].to(wide).T, logits)
+        weight = logits.masked_fill(token > query, -torch.inf).softmax(-1)
+        found = weight.masked_fill(in_middle, 0) @ v[:, head].to(wide)
+        if own is not None:
+            found += weight.masked_fill(~in_middle, 0) @ own[1].to(wide)
+        out[:, head] = found.transpose(0, 1)
     return out.flatten(1, 2).to(q.dtype)
 
 
@@ -332,28 +352,8 @@ def _stored(
     return k, v
 
 
-def _as_decoding_codes(
-    layout: CodedLayout, layer: int, q: Tensor, own: tuple[Tensor, Tensor], rounded: tuple[Tensor, Tensor], at: Tensor,
-    scaling: float,
-) -> Tensor:  # fmt: skip
-    """What `_as_decoding` gives, over K and V [T, H, D] of their own, and those of codes."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    token, query = torch.arange(len(own[0]), device=q.device), at[:, None]
-    middle = (token >= layout.sink) & (token < layout.window_start(query))  # [n, T]
-    (k, v), (coded_k, coded_v) = ([x.to(wide).transpose(0, 1) for x in pair] for pair in (own, rounded))  # [H, T, D]
-    of_heads = q.unflatten(1, (len(k), -1)).to(wide) * scaling  # [n, H, G, D]
-    out = torch.empty_like(of_heads)
-    for head, empty in enumerate(layout.empty(layer).tolist()):  # one after the other, which bounds the memory
-        mine = of_heads[:, head].transpose(0, 1)  # [G, n, D]
-        logits = torch.where(middle, -torch.inf if empty else mine @ coded_k[head].T, mine @ k[head].T)
-        weight = logits.masked_fill(token > query, -torch.inf).softmax(-1)
-        coded = weight.masked_fill(~middle, 0) @ coded_v[head]
-        out[:, head] = (weight.masked_fill(middle, 0) @ v[head] + coded).transpose(0, 1)
-    return out.flatten(1, 2).to(q.dtype)
-
-
 def _with_past(
-    layout: Layout, layer: int, pages: Tensor, step: Chunk, new_k: Tensor, new_v: Tensor
+    layout: AnyLayout, layer: int, pages: Tensor, step: Chunk, new_k: Tensor, new_v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """K and V [T, H, D] of the chunk behind those before it, with zeros for what is not stored."""
     if not step.first:

@@ -31,7 +31,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 
 from leank.eval.cache.storage.segment import PAGE
 from leank.eval.serving.attention import Step, attend, write
-from leank.eval.serving.coded import CodedLayout, Layout, page_layout
+from leank.eval.serving.coded import AnyLayout, CodedLayout, page_layout
 from leank.eval.serving.manager import RestSpec
 from leank.eval.serving.paged import DeviceStep, PagedAttention, decoding_first
 from leank.eval.serving.prefill import Varlen, batches, plain
@@ -48,7 +48,7 @@ class PageHolder(AttentionLayerBase):
         self.settings, self.kept = settings, kept
         self.mask = ChannelMask.load(settings.mask)
         self.mean_keys = self.mask.mean_keys
-        self.layout: Layout | None = None
+        self.layout: AnyLayout | None = None
         self.dtype = torch.get_default_dtype()
         self.paged: PagedAttention | None = None
         self.kv_cache = torch.tensor([])
@@ -60,7 +60,8 @@ class PageHolder(AttentionLayerBase):
         """Say how large a page is; both groups have pages of equal bytes, since they share the blocks."""
         cache, dtype = vllm_config.cache_config, vllm_config.model_config.dtype
         sizes = self.settings.sink, self.settings.window
-        self.layout = layout = page_layout(self.mask, cache.block_size, *sizes, dtype)
+        hits = bool(cache.enable_prefix_caching)
+        self.layout = layout = page_layout(self.mask, cache.block_size, *sizes, dtype, hits)
         coded, self.dtype = isinstance(layout, CodedLayout), dtype
         group: Any = layout.kept if self.kept else layout.rest
         common: dict[str, Any] = {
@@ -80,9 +81,9 @@ class PageHolder(AttentionLayerBase):
             grain=layout.grain,
             sliding_window=layout.window + 1,
             sink=layout.sink,
-            hit=layout.kept.block,
+            hit=layout.hit,
             every=cache.prefix_cache_retention_interval or 0,
-            hits=bool(cache.enable_prefix_caching),
+            hits=hits,
         )
 
     @property
@@ -169,7 +170,7 @@ class GroupStep:
     slots: Tensor  # int64 [tokens], the slots of the new positions
     step: Step | DeviceStep | None = None  # the step of both groups, once a layer has asked for it
 
-    def join(self, layout: Layout, rest: Self, room: int) -> Step | DeviceStep:
+    def join(self, layout: AnyLayout, rest: Self, room: int) -> Step | DeviceStep:
         """Make the step of both groups; self is that of `kept`, and room that of `prefill.batches`."""
         count, tables, slots = len(self.starts) - 1, (self.table, rest.table), (self.slots, rest.slots)
         decodes = decoding_first(self.starts, len(self.slots)) if self.table.is_cuda else 0

@@ -36,7 +36,7 @@ from leank.eval.cache.storage.banded import Banded, codecs
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.codecs import PageCodec
 from leank.eval.cache.storage.segment import PAGE, round_up
-from leank.eval.serving.layout import LARGEST_BLOCK, PageGroup, PageLayout, Position, lay_out
+from leank.eval.serving.layout import LARGEST_BLOCK, Layout, PageGroup, PageLayout, lay_out, tokens_of_rest
 from leank.mask import ChannelMask
 from leank.precision import ROOM, Precision
 
@@ -94,7 +94,7 @@ class CodeGroup:
 
 
 @dataclass(frozen=True)
-class CodedLayout:
+class CodedLayout(Layout):
     """The two groups of a layout of bits, and the sizes that both share."""
 
     kept: CodeGroup
@@ -104,16 +104,19 @@ class CodedLayout:
     head_dim: int  # D
     dtype: torch.dtype  # the model's
     codecs: tuple[Banded, ...]  # of the layers
+    hit: int
 
-    grain = PAGE  # tokens; the window begins at a multiple of them
+    grain = PAGE
 
     @classmethod
-    def of(cls, precision: Precision, block: int, sink: int, window: int, dtype: torch.dtype) -> Self:
+    def of(
+        cls, precision: Precision, block: int, sink: int, window: int, dtype: torch.dtype, hits: bool = True
+    ) -> Self:
         """Lay out a layout of bits.
 
-        block: tokens of a block of `kept`, a multiple of 64; a page of `rest` has a divisor of them, the largest that
-            fits into the bytes of such a block
+        block: tokens of a block of `kept`, a multiple of 64
         dtype: the model's
+        hits: whether there is a prefix cache; see `tokens_of_rest`
         Raises ValueError for other blocks, for sink and window off the grid of pages, and for layouts that save nothing
             or keep nothing.
         """
@@ -139,9 +142,8 @@ class CodedLayout:
             at += sum(head.k_bytes + head.v_bytes for head in layers[-1])
         whole = lay_out(torch.ones_like(keep), torch.ones_like(keep[..., 0]), 1)
         group, token = CodeGroup(block, tuple(layers), at), whole.columns * dtype.itemsize
-        fitting = [n for n in range(1, block + 1) if block % n == 0 and n * token <= block // PAGE * at]
-        rest = replace(whole, block=max(fitting, default=1))
-        return cls(group, rest, sink, window, keep.shape[-1], dtype, of_layers)
+        rest = replace(whole, block=tokens_of_rest(block, block // PAGE * at, token, hits))
+        return cls(group, rest, sink, window, keep.shape[-1], dtype, of_layers, block if hits else 1)
 
     @cached_property
     def page_bytes(self) -> int:
@@ -153,10 +155,6 @@ class CodedLayout:
     def page_columns(self) -> int:
         """The same in numbers of the model's dtype."""
         return self.page_bytes // self.dtype.itemsize
-
-    def window_start(self, first: Position) -> Position:
-        """Where the window of a step from position `first` on begins, unless the sink ends behind it."""
-        return (first - self.window) // PAGE * PAGE
 
     def empty(self, layer: int) -> Tensor:
         """Which heads of a layer keep no channel, bool [H]."""
@@ -229,11 +227,13 @@ def _heads(codec: Banded, keep: Tensor, dtype: torch.dtype, start: int) -> Itera
         start += of_k + of_v
 
 
-Layout = PageLayout | CodedLayout
+AnyLayout = PageLayout | CodedLayout
 
 
-def page_layout(mask: ChannelMask, block: int, sink: int, window: int, dtype: torch.dtype) -> Layout:
+def page_layout(
+    mask: ChannelMask, block: int, sink: int, window: int, dtype: torch.dtype, hits: bool = True
+) -> AnyLayout:
     """The pages of a mask, or of its layout of bits; see `PageLayout.of` and `CodedLayout.of`."""
     if mask.precision is None:
-        return PageLayout.of(mask.keep, block, sink, window)
-    return CodedLayout.of(mask.precision, block, sink, window, dtype)
+        return PageLayout.of(mask.keep, block, sink, window, hits)
+    return CodedLayout.of(mask.precision, block, sink, window, dtype, hits)

@@ -34,17 +34,17 @@ projections instead, because the rest of most of them is never stored.
 """
 
 from dataclasses import dataclass, replace
-from typing import Self, TypeVar
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from leank.eval.cache.storage.segment import round_up
+from leank.eval.serving.rest import Position, window_start
 
 STRIPE = 16  # columns: the width of a stripe is a multiple of them, so that a GPU reads whole sectors of 32 bytes
 LINE = 32  # columns: a layer begins at a multiple of them
 LARGEST_BLOCK = 2**16  # tokens, far beyond what vLLM takes
-Position = TypeVar("Position", int, Tensor)
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,32 @@ class PageGroup:
                     self.stripe(pages, stripe)[at] = torch.nn.functional.pad(values, (0, pad)).to(pages.dtype)
 
 
+class Layout:
+    """What the layouts of a mask and of bits share: the sizes of the two groups."""
+
+    rest: PageGroup
+    window: int
+    grain: int  # tokens; the window begins at a multiple of them
+    hit: int  # tokens; prefix hits end at multiples of them, 1 = there is no prefix cache
+
+    def window_start(self, first: Position) -> Position:
+        """Where the window of a step from position `first` on begins, unless the sink ends behind it."""
+        return window_start(first, self.window, self.grain)
+
+
+def tokens_of_rest(block: int, page: int, token: int, hits: bool) -> int:
+    """Tokens of a page of `rest`: as many as fit, at least one, and with a prefix cache a divisor of `block`.
+
+    vLLM takes prefix hits at multiples of both groups' pages, so others would make them rare.
+
+    page, token: bytes, or columns, of a page of `kept`, and of a token of `rest`
+    """
+    fit = max(1, page // token)
+    return max(n for n in range(1, fit + 1) if block % n == 0) if hits else fit
+
+
 @dataclass(frozen=True)
-class PageLayout:
+class PageLayout(Layout):
     """The two groups of a mask, and the sizes that both share."""
 
     kept: PageGroup  # kept, rest: the groups; each stores something
@@ -116,15 +140,16 @@ class PageLayout:
     sink: int  # sink, window: tokens kept whole
     window: int
     head_dim: int  # D
+    hit: int
 
-    grain = 1  # tokens; the window begins at a multiple of them
+    grain = 1
 
     @classmethod
-    def of(cls, keep: Tensor, block: int, sink: int, window: int) -> Self:
+    def of(cls, keep: Tensor, block: int, sink: int, window: int, hits: bool = True) -> Self:
         """Lay out a mask: keep bool [L, H, D], True = kept.
 
-        block: tokens of a page of `kept`, a multiple of 16; a page of `rest` has a divisor of them, the largest that
-            fits into the bytes of a page of `kept`
+        block: tokens of a page of `kept`, a multiple of 16
+        hits: whether there is a prefix cache; see `tokens_of_rest`
         Raises ValueError for other blocks, and masks that prune nothing or everything.
         """
         if not 16 <= block <= LARGEST_BLOCK or block % 16:
@@ -136,17 +161,13 @@ class PageLayout:
             raise ValueError(f"the mask prunes {what}; serve the model without it, or take another mask")
         some = keep.any(-1)  # [L, H], heads whose V is kept
         kept, rest = lay_out(keep, some, block), lay_out(~keep, ~some, 1)
-        fitting = [n for n in range(1, block + 1) if block % n == 0 and n * rest.columns <= block * kept.columns]
-        return cls(kept, replace(rest, block=max(fitting, default=1)), sink, window, keep.shape[-1])
+        rest = replace(rest, block=tokens_of_rest(block, block * kept.columns, rest.columns, hits))
+        return cls(kept, rest, sink, window, keep.shape[-1], block if hits else 1)
 
     @property
     def page_columns(self) -> int:
         """Columns of a page, the stride of blocks in both groups."""
         return max(group.block * group.columns for group in (self.kept, self.rest))
-
-    def window_start(self, first: Position) -> Position:
-        """Where the window of a step from position `first` on begins, unless the sink ends behind it."""
-        return first - self.window
 
     def empty(self, layer: int) -> Tensor:
         """Which heads of a layer keep no channel, bool [H]."""

@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from leank.eval.serving.plan import RestBlocks
+from leank.eval.serving.rest import RestBlocks
 
 
 @dataclass(frozen=True, kw_only=True)

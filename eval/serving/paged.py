@@ -190,7 +190,7 @@ class PagedAttention:
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         kept, rest = (
-            paged.Group(table, *tables, of.columns, table.stride(0), tables[1].shape[1], self.page_bytes)
+            paged.Group(table, *tables, table.stride(0), tables[1].shape[1])
             for table, tables in ((kept_table, of.kept), (rest_table, of.rest))
         )
         form = paged.Form(
@@ -211,7 +211,20 @@ class PagedAttention:
         )
         read, codes = self._reader()
         paged.decode[(self.programs,)](
-            *(pages, pages.stride(0), q, q.stride(0), q.stride(1), out, lengths, kept, rest, of.costs),
+            *(
+                pages,
+                pages.stride(0),
+                q,
+                q.stride(0),
+                q.stride(1),
+                out,
+                lengths,
+                kept,
+                rest,
+                of.columns,
+                self.page_bytes,
+            ),
+            of.costs,
             *(self._part, self._stat, self._done, scaling * LOG2_E, batch, self.programs, layout.sink, layout.window),
             F=form,
             READ=read,

@@ -193,7 +193,7 @@ class CodedAttention(PagedAttention):
         """Pack the pages that a batch fills, None = the requests that decode."""
         from leank.eval.serving.kernels import coded
 
-        numbers = (1, 0, 0, step.decodes, 1)
+        numbers = (0, 0, 0, step.decodes, 1)
         if batch is not None:
             numbers = (
                 batch.requests + 1,
@@ -211,7 +211,6 @@ class CodedAttention(PagedAttention):
             D=self.layout.head_dim,
             BLOCK=self.layout.kept.block,
             REST_BLOCK=self.layout.rest.block,
-            CHUNKS=batch is not None,
         )
 
     def _gather(

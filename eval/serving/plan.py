@@ -3,10 +3,6 @@
     python -m leank.eval.serving.plan MASK --longest 32768 --memory 16
 
 MASK is a mask.safetensors, with or without a layout of bits, or a published .pth mask.
-
-A request holds pages of the group `rest` for its sink, and for the window before the next position. During a long step
-(prefill) most new positions leave the window before the step ends; they get the null block, so the step needs no memory
-for them.
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from annotated_types import Ge, Gt, Le
 
 from leank.cli import ending
+from leank.eval.serving.rest import RestBlocks
 from leank.typed import LARGEST, Checked, OneOf, Positive
 
 if TYPE_CHECKING:  # PyTorch takes seconds to import
@@ -26,62 +23,6 @@ if TYPE_CHECKING:  # PyTorch takes seconds to import
     from leank.mask import ChannelMask
 
 DTYPES = {2: "bfloat16", 4: "float32"}  # of a model, by the bytes of a number
-
-
-@dataclass(frozen=True)
-class RestBlocks:
-    """The pages of `rest` by their index in a request: page i holds the positions [i * block, (i + 1) * block)."""
-
-    block: int  # tokens of a page
-    hit: int  # tokens; a prefix hit ends at a multiple of them, and so up to `hit` tokens before the end of a step
-    sink: int  # sink, window: tokens kept whole
-    window: int
-    every: int = 0  # tokens; prefix hits can end at multiples of them, too; 0 = only at the ends of steps
-    grain: int = 1  # tokens; the window begins at a multiple of them
-
-    @property
-    def sink_pages(self) -> int:
-        """Pages of the sink."""
-        return _ceil(self.sink, self.block)
-
-    def first_in_window(self, computed: int) -> int:
-        """The page that holds the first position of the window, once `computed` positions are computed."""
-        return max(0, computed - self.window) // self.grain * self.grain // self.block
-
-    def tail(self, end: int) -> int:
-        """The first page that a step up to `end` stores behind the sink: a prefix hit, before `end`, reads a window."""
-        return self.first_in_window(max(0, end - 1) // self.hit * self.hit)
-
-    def stored(self, page: int, end: int) -> bool:
-        """Whether a step that ends before position `end` stores this page, which is new in it."""
-        if page < self.sink_pages or page >= self.tail(end):
-            return True
-        if not self.every:
-            return False
-        mark = _ceil((page + 1) * self.block, self.every) * self.every
-        return mark <= end and page >= self.first_in_window(mark)
-
-    def new(self, held: int, end: int) -> list[bool]:
-        """Whether each page from index `held` up to position `end` is stored."""
-        return [self.stored(page, end) for page in range(held, _ceil(end, self.block))]
-
-    def most(self, in_flight: int, longest: int, hits: bool) -> int:
-        """Pages that one request holds at most.
-
-        These are the sink, and the window that a step of `in_flight` tokens leaves. A step behind another, or behind
-        a prefix hit, which a prompt can begin with if `hits`, also holds the window that it reads.
-        """
-        window = self.window + self.grain - 1  # the most that it has
-        of_tail = _ceil(window + self.hit, self.block) + 1
-        marks = 0
-        if self.every:
-            of_mark = _ceil(window, self.block) + 1
-            passed = min(
-                _ceil(min(in_flight, longest), self.every), longest // self.every
-            )  # a short step passes one, too
-            marks = min(passed * of_mark, _ceil(min(in_flight, longest) + window, self.block))
-        windows = 2 if hits or in_flight < longest else 1
-        return min(self.sink_pages + windows * of_tail + marks, _ceil(longest, self.block))
 
 
 @dataclass(frozen=True)
@@ -105,8 +46,8 @@ class Server(Checked):
 
         from leank.eval.serving.coded import page_layout
 
-        layout = page_layout(mask, self.block, sink, window, getattr(torch, DTYPES[self.itemsize]))
-        rest = RestBlocks(layout.rest.block, self.block, sink, window, grain=layout.grain)
+        layout = page_layout(mask, self.block, sink, window, getattr(torch, DTYPES[self.itemsize]), self.hits)
+        rest = RestBlocks(layout.rest.block, layout.hit, sink, window, grain=layout.grain)
         pages = -(-self.longest // self.block) + rest.most(self.step, self.longest, self.hits)
         return self.tokens(layout.page_columns, pages)
 
@@ -159,10 +100,6 @@ def planned(args: argparse.Namespace) -> str:
     return (f"tokens admitted: {stock:,} without the mask, {pruned:,} with it, {pruned / stock:.2f} times as many "
             f"(sink {settings.sink}, window {settings.window}; by the bytes alone "
             f"{server.by_bytes(mask, settings.sink, settings.window):.2f})")  # fmt: skip
-
-
-def _ceil(n: int, by: int) -> int:
-    return -(-n // by)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from leank.eval.cache.attention import dense
-from leank.eval.serving.coded import Layout
+from leank.eval.serving.coded import AnyLayout
 
 # (q [n, Hq, D], k, v [T, H, D], starts of the requests in q and in k, int32 [B + 1] each, their longest parts of q and
 # of k, factor of the logits, out like q): causal attention of each request, whose last query is its last key
@@ -53,7 +53,7 @@ class Batch:
 
 
 def batches(
-    layout: Layout,
+    layout: AnyLayout,
     starts: Sequence[int],
     ends: Sequence[int],
     which: Sequence[int],
@@ -81,7 +81,9 @@ def batches(
     return [_batch(layout, starts, ends, of, device) for of in found]
 
 
-def _batch(layout: Layout, starts: Sequence[int], ends: Sequence[int], which: list[int], device: torch.device) -> Batch:
+def _batch(
+    layout: AnyLayout, starts: Sequence[int], ends: Sequence[int], which: list[int], device: torch.device
+) -> Batch:
     new = [starts[i + 1] - starts[i] for i in which]
     full = [ends[i] for i in which]
     first = [end - n for end, n in zip(full, new, strict=True)]

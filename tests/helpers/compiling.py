@@ -193,10 +193,10 @@ def main(dim: int) -> None:
         compiles(choose.score_tokens, OF_CHOSEN, labels)
     for change in ({"PER": 1, "CAP": 64}, {"PER": 16, "CAP": 0}):
         compiles(choose.choose, OF_CHOSEN, {**CHOICE, **change})
-    group = paged.Group(TABLE, TABLE, TABLE, TABLE, "i32", "i32", "i32")
+    group = paged.Group(TABLE, TABLE, TABLE, "i32", "i32")
     of_pages = {
         "pages": NUMBER, "q": NUMBER, "out": NUMBER, "lengths": TABLE, "kept": group, "rest": group, "part": FLOATS,
-        "stat": FLOATS, "done": TABLE, "scale": "fp32", "costs": TABLE,
+        "stat": FLOATS, "done": TABLE, "scale": "fp32", "costs": TABLE, "bands": TABLE,
     }  # fmt: skip
     for even, block in ((True, 64), (False, 16)):
         served = paged.Form(8, 4, dim, 8, 8, 64, 24, even, 16, 4, 16, block, block)
@@ -219,8 +219,7 @@ def main(dim: int) -> None:
     compiles(coded.write, OF_CODES, {"D": dim, "BLOCK": 8})
     blocks = {"D": dim, "BLOCK": 64, "REST_BLOCK": 8}
     made(coded.gather, OF_CODES, blocks, warps=8)
-    for chunks in (False, True):
-        compiles(coded.pack, OF_CODES, {**HEADS, **blocks, "CHUNKS": chunks})
+    compiles(coded.pack, OF_CODES, {**HEADS, **blocks})
 
 
 if __name__ == "__main__":

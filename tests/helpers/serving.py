@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 
 from leank.eval.serving import attention
-from leank.eval.serving.plan import RestBlocks
+from leank.eval.serving.rest import RestBlocks
 
 
 class Server:
@@ -14,7 +14,7 @@ class Server:
     def __init__(self, layout, seed, dtype=torch.float64, device="cpu", pages=300):
         self.generator = torch.Generator().manual_seed(seed)
         self.layout = layout
-        self.rest = RestBlocks(layout.rest.block, layout.kept.block, layout.sink, layout.window, grain=layout.grain)
+        self.rest = RestBlocks(layout.rest.block, layout.hit, layout.sink, layout.window, grain=layout.grain)
         self.pages = torch.full((pages, layout.page_columns), torch.nan, dtype=dtype, device=device)
         self.free = (torch.randperm(pages - 1, generator=self.generator) + 1).tolist()
         self.tables = {}

@@ -20,6 +20,7 @@ from leank.eval.cache.attention.kernels.banded import (
     _sums,
     bands_of,
     first_plane,
+    line_of,
     of_channel,
     put_group,
     room_of,
@@ -67,18 +68,18 @@ def _codes_at(codes, page, page_bytes, table, number, NUMBER: tl.constexpr, BLOC
     return tl.multiple_of(codes + block * (page * NUMBER) + number % EACH * page_bytes, 16)
 
 
-@triton.jit(do_not_specialize=["kept_b", "rest_b", "plan_b", "request", "row", "rows", "most", "programs", "sink_size"])
+@triton.jit(do_not_specialize=["kept_b", "rest_b", "chunks", "request", "row", "rows", "most", "programs", "sink_size"])
 def pack(
     pages, codes, k, v, ring_k, ring_v, plan, lengths, kept_table, rest_table, stripes, index, bands, rest_stripes,
-    page, page_bytes, k_t, k_h, v_t, v_h, kept_b, rest_b, plan_b, request, row, rows, most, programs, sink_size,
-    H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    page, page_bytes, k_t, k_h, v_t, v_h, kept_b, rest_b, chunks, request, row, rows, most, programs, sink_size,
+    H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):
     """Program p packs every `programs`-th of the pages that a step fills, [rows, most, H] of them at most.
 
     codes: the address of `pages` as a pointer to bytes. k, v: [tokens, H, D] of the step, by strides.
     ring_k, ring_v: [programs, 64, D], a page's tokens in their order.
-    CHUNKS: row b is request `request` + b, whose tokens begin at `row` + plan[0, b], its positions at plan[3, b]; plan:
-        int32 [4, plan_b], `Batch.plan`. Else row b has one new position, lengths[b] - 1, or none, and is row b of k.
+    chunks: > 0: row b is request `request` + b, whose tokens begin at `row` + plan[0, b], its positions at plan[3, b];
+        plan: int32 [4, chunks], `Batch.plan`. 0: row b has one new position, lengths[b] - 1, or none, which is row b.
     """
     p, d, t = tl.program_id(0), tl.arange(0, D), tl.arange(0, PAGE)
     page = page.to(tl.int64)
@@ -87,9 +88,9 @@ def pack(
     NUMBER: tl.constexpr = pages.dtype.element_ty.primitive_bitwidth // 8
     for item in range(p, rows * most * H, programs):
         b, head = item // (most * H), item % H
-        if CHUNKS:
+        if chunks > 0:
             at = tl.load(plan + b)
-            first = tl.load(plan + 3 * plan_b + b)
+            first = tl.load(plan + 3 * chunks + b)
             end = first + tl.load(plan + b + 1) - at
             source = row + at - first
         else:
@@ -201,7 +202,7 @@ def _put_keys(to, index, page, n, dtype: tl.constexpr, D: tl.constexpr):
     NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
     t = tl.arange(0, PAGE)[:, None]
     half = t // HALF
-    line = t // 4 % 2 * 16 + t % 2 * 8 + t % HALF // 8 * 2 + t // 2 % 2  # `banded.tokens_in_lines`
+    line = line_of(t % HALF)
     whole, eight, four, narrow, third = n
     room = _room(whole)
     for start in range(0, room, ROOM):

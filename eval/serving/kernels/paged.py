@@ -41,10 +41,8 @@ class Group(NamedTuple):
     tables: Any  # int32 [batch, blocks], with the stride tables_b; the pages of each row
     stripes: Any  # int32 [H, 5], `PageGroup.table`; of codes, `CodedLayout.table`
     channels: Any  # int32 [H, width], `PageGroup.channels`; of codes, the channels in their order
-    bands: Any  # int32 [H, 8] of codes, `CodedLayout.bands`; else not read
     tables_b: int
     width: int
-    page_bytes: int  # of codes, bytes of 64 tokens
 
 
 class Form(NamedTuple):
@@ -80,7 +78,7 @@ def stripe_of(stripes, head):
 
 @triton.jit
 def window_from(first, sink, window, GRAIN: tl.constexpr):
-    """Where the window of a step from position `first` on begins: `plan.window_start`, but not in the sink."""
+    """Where the window of a step from position `first` on begins: `rest.window_start`, but not in the sink."""
     return tl.maximum(sink, tl.maximum(first - window, 0) // GRAIN * GRAIN)
 
 
@@ -370,8 +368,8 @@ def _finish(
 
 @triton.jit(do_not_specialize=["batch", "programs", "sink_size", "window"])
 def decode(
-    pages, page, q, q_b, q_h, out, lengths, kept, rest, costs, part, stat, done, scale, batch, programs, sink_size,
-    window, F: tl.constexpr, READ: tl.constexpr, CODES: tl.constexpr,
+    pages, page, q, q_b, q_h, out, lengths, kept, rest, bands, page_bytes, costs, part, stat, done, scale, batch,
+    programs, sink_size, window, F: tl.constexpr, READ: tl.constexpr, CODES: tl.constexpr,
 ):
     """Program p: its span of the line of all tiles.
 
@@ -379,6 +377,7 @@ def decode(
     lengths: int32 [batch], tokens of a row, the query's own included; 0 = no row.
     part, stat: [programs + batch * H, ROWS, D] and [.., ROWS, 2] fp32. done: [batch * H] int32, zeros before and after.
     page: elements of a page. kept, rest: a `Group` each.
+    bands: of codes, int32 [H, 8], as `kernels.coded` has them; page_bytes: of codes, bytes of 64 tokens; else not read.
     costs: int32 [H, 2], length on the line of a tile of the middle, 0 = the head has none, and of one of the ends.
     F: a `Form`. READ: `read_columns`, or for codes `coded.read`; CODES: what the latter is compiled for, else None.
     """
@@ -406,7 +405,7 @@ def decode(
             query = (q + b * q_b + (head * GROUP + r) * q_h, ok,
                      kept.channels + head * kept.width, rest.channels + head * rest.width)
             where = (pages, page, kept.tables + b * kept.tables_b, rest.tables + b * rest.tables_b,
-                     kept_stripe, rest_stripe, kept.bands + head * 8, kept.page_bytes)
+                     kept_stripe, rest_stripe, bands + head * 8, page_bytes)
             tiles_read = (_before(at, begin, ends, end_cost, START), _before(stop, begin, ends, end_cost, START),
                           in_sink + _before(at, middle_begin, some, middle_cost, START),
                           in_sink + _before(stop, middle_begin, some, middle_cost, START))

@@ -19,12 +19,12 @@ from tests.oracles.attention import attention as attend_plainly
 from tests.oracles.attention import causal
 
 
-def random_layout(seed, block=16, dim=32, layers=2, heads=3):
+def random_layout(seed, block=16, dim=32, layers=2, heads=3, hits=True):
     generator = torch.Generator().manual_seed(seed)
     keep = torch.rand(layers, heads, dim, generator=generator) < torch.rand(layers, heads, 1, generator=generator)
     keep[torch.rand(layers, heads, generator=generator) < 0.3] = False
     keep[0, 0], keep[0, 1] = True, False  # a whole head and an empty one
-    return keep, PageLayout.of(keep, block, sink=4, window=24)
+    return keep, PageLayout.of(keep, block, sink=4, window=24, hits=hits)
 
 
 def stripes(group):
@@ -37,9 +37,9 @@ def stripes(group):
 
 
 @settings(max_examples=30)
-@given(seed=st.integers(0, 10_000), block=st.sampled_from([16, 32, 48, 64, 128]))
-def test_every_channel_lies_in_one_group_and_no_runs_overlap(seed, block):
-    keep, layout = random_layout(seed, block)
+@given(seed=st.integers(0, 10_000), block=st.sampled_from([16, 32, 48, 64, 128]), hits=st.booleans())
+def test_every_channel_lies_in_one_group_and_no_runs_overlap(seed, block, hits):
+    keep, layout = random_layout(seed, block, hits=hits)
     for group, stored in ((layout.kept, keep), (layout.rest, ~keep)):
         ends = 0
         for first, size in sorted(stripes(group)):
@@ -53,7 +53,12 @@ def test_every_channel_lies_in_one_group_and_no_runs_overlap(seed, block):
                 assert head.k.width % STRIPE == 0 <= head.k.width - head.k.count < STRIPE
     both = [[h.v.count for layer in group.layers for h in layer] for group in (layout.kept, layout.rest)]
     assert [sorted(pair) for pair in zip(*both, strict=True)] == [[0, keep.shape[-1]]] * keep[..., 0].numel()
-    assert block % layout.rest.block == 0
+    held, room = layout.rest.block * layout.rest.columns, block * layout.kept.columns
+    if hits:
+        assert block % layout.rest.block == 0
+    else:  # another token would not fit
+        assert room < held + layout.rest.columns
+    assert held <= room or layout.rest.block == 1
 
 
 def read(group, pages, layer, slots, dim):

@@ -1,5 +1,6 @@
 """vLLM's own cache manager with this package's: pages that a step reads hold what it needs, and none stays held."""
 
+import math
 import random
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -58,10 +59,10 @@ class Books:
         init_none_hash(sha256)
         keep = torch.zeros(1, 2, 32, dtype=torch.bool)
         keep[0, 0, :16] = True
-        layout = PageLayout.of(keep, BLOCK, SINK, WINDOW)
+        layout = PageLayout.of(keep, BLOCK, SINK, WINDOW, caching)
         if coded:
             precision = Precision(8 * keep.to(torch.uint8), torch.full((1, 2), 8, dtype=torch.uint8))
-            layout = CodedLayout.of(precision, PAGE, PAGE, 2 * PAGE, torch.float32)
+            layout = CodedLayout.of(precision, PAGE, PAGE, 2 * PAGE, torch.float32, caching)
         self.layout, block = layout, layout.kept.block
         common = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32, "page_size_padded": 10**6}
         kept = FullAttentionSpec(block_size=block, **common)
@@ -69,19 +70,21 @@ class Books:
             "block_size": layout.rest.block,
             "sliding_window": layout.window + 1,
             "sink": layout.sink,
-            "hit": block,
+            "hit": layout.hit,
         }
         groups = [
             KVCacheGroupSpec(["kept"], kept),
             KVCacheGroupSpec(["rest"], RestSpec(**sizes, every=every, hits=caching, grain=layout.grain, **common)),
         ]
         config = KVCacheConfig(blocks, [], groups, prefix_cache_retention_interval=every)
+        blocks_of = block, layout.rest.block  # vLLM's engine makes these of them
+        hashed = math.gcd(*blocks_of) if caching else math.lcm(*blocks_of)
         self.manager = KVCacheManager(
-            config, 1000, block, layout.rest.block, max_in_flight_tokens=step, enable_caching=caching
+            config, 1000, math.lcm(*blocks_of), hashed, max_in_flight_tokens=step, enable_caching=caching
         )
         self.most = self.manager.coordinator.single_type_managers[1].cap
         self.content, self.hits = {}, 0
-        hasher = get_request_block_hasher(layout.rest.block, sha256)
+        hasher = get_request_block_hasher(hashed, sha256)
         self.request = lambda name, tokens: Request(
             name, tokens, SamplingParams(max_tokens=1000), None, block_hasher=hasher
         )
@@ -134,7 +137,7 @@ class Books:
 @pytest.mark.parametrize("step", [20, 64, 1000])
 def test_every_step_finds_its_pages(coded, caching, every, step):
     draw = random.Random(step + every)
-    books = Books(220 if coded else 60, caching, every, step, coded)
+    books = Books((220 if caching else 150) if coded else 60, caching, every, step, coded)
     pool, running, made, preempted = books.manager.block_pool, [], 0, 0
     longest = [64, 200, 320] if coded else [16, 70, 160]
     prefixes = [[draw.randrange(50) for _ in range(draw.choice(longest))] for _ in range(3)]

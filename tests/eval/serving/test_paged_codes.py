@@ -48,7 +48,19 @@ def random_tokens(generator, n, dim, group, dtype=DTYPE):
 
 
 def both(
-    lengths, news, seed, dim=64, group=2, block=64, padding=0, generated=(), room=700, programs=5, dtype=DTYPE, **bits
+    lengths,
+    news,
+    seed,
+    dim=64,
+    group=2,
+    block=64,
+    padding=0,
+    generated=(),
+    room=700,
+    programs=5,
+    dtype=DTYPE,
+    hits=True,
+    **bits,
 ):
     """Outputs and pages of the plain step, and those of the step for a GPU.
 
@@ -56,7 +68,7 @@ def both(
     generated: numbers of requests that compute a part of their reply again; room: tokens of a batch of chunks
     bits: of the layout
     """
-    of = CodedLayout.of(layout((1, HEADS, dim), seed, **bits), block, SINK, WINDOW, dtype)
+    of = CodedLayout.of(layout((1, HEADS, dim), seed, **bits), block, SINK, WINDOW, dtype, hits)
     server = Server(of, seed, dtype, DEVICE, pages=600)
     held = [random_tokens(server.generator, n, dim, group, dtype) for n in lengths]
     before = [
@@ -149,7 +161,7 @@ def compiled_folder(tmp_path_factory):
     ("lengths", "dtype", "group", "more"),
     [
         ([400, 130, 30], torch.bfloat16, 2, {"padding": 2}),
-        ([777, 64], torch.bfloat16, 5, {"block": 192, "programs": 16}),
+        ([777, 64], torch.bfloat16, 5, {"block": 192, "programs": 16, "hits": False}),
         ([400, 257], torch.float16, 2, {"keys": (0, 2), "values": (2, 16), "programs": 3}),
     ],
     ids=["padded", "blocks of three pages", "float16"],
@@ -294,11 +306,14 @@ def test_a_captured_step_is_replayed_while_rows_grow_and_fill_pages(where):
 
 
 @pytest.mark.parametrize("where", ["here", *ON_DEVICE], indirect=True)
-def test_whole_tokens_lie_in_pages_of_a_few(where):
-    """Codes of 2 bits leave a page of whole tokens less than 16 of them, a quarter of a tile."""
-    bits = {"keys": (0, 2), "values": (2,)}
-    assert CodedLayout.of(layout((1, HEADS, 64), 3, **bits), 64, SINK, WINDOW, DTYPE).rest.block < 16
-    compare([420, 30, 390, 257], [1, 1, 70, 3], 3, **bits)
+@pytest.mark.parametrize("hits", [True, False])
+def test_whole_tokens_lie_in_pages_of_a_few(where, hits):
+    """Codes of 2 bits leave a page of whole tokens less than 16, a quarter of a tile; without hits, no divisor."""
+    bits = {"keys": (0, 2, 8), "values": (2,)}
+    block = CodedLayout.of(layout((1, HEADS, 64), 3, **bits), 64, SINK, WINDOW, DTYPE, hits).rest.block
+    assert block < 16
+    assert (64 % block == 0) == hits
+    compare([420, 30, 390, 257], [1, 1, 70, 3], 3, hits=hits, **bits)
 
 
 def test_what_the_kernels_cannot_read_is_refused():

@@ -165,10 +165,15 @@ def _room(n):
 
 
 @triton.jit
-def _lines():
-    """The lines of `packed._tokens` in a half of a page of K, [HALF]; see `storage.banded.tokens_in_lines`."""
-    t = _tokens()
+def line_of(t):
+    """The lines of tokens t in a half of a page of K; see `storage.banded.tokens_in_lines`."""
     return t // 4 % 2 * 16 + t % 2 * 8 + t // 8 * 2 + t // 2 % 2
+
+
+@triton.jit
+def _lines():
+    """The lines of `packed._tokens`, [HALF]."""
+    return line_of(_tokens())
 
 
 @triton.jit
