@@ -159,7 +159,7 @@ def device(config: TrainerConfig) -> torch.device:
 def meet(config: TrainerConfig) -> None:
     """Start the other processes, unless `srun` or `torchrun` has, and wait for all; they call this, too."""
     made = trainer(config, logger=False)
-    if made.world_size > 1 and made.strategy.launcher is not None:
+    if made.strategy.launcher is not None:
         made.strategy.launcher.launch(made.strategy.setup_environment)
 
 

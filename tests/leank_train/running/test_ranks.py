@@ -166,6 +166,12 @@ layouts._towards_labels = interrupted
     assert torch.load(tmp_path / "ranks/checkpoints/closed_form.ckpt", weights_only=True)["documents"] == 2
 
 
+def test_one_rank_may_have_all_shares(model_folder, tmp_path):
+    few = "data.calibration=1", "validation.heldout=0"
+    forked_ranks(model_folder, tmp_path, "ranks", *KINDS["closed_form"], *few, trainer="fsdp", devices=1)
+    assert (tmp_path / "ranks/mask.safetensors").exists()
+
+
 def test_ranks_of_one_step_may_have_different_tasks(model_folder):
     config = check(settings(model_folder, *SETTINGS))
     mixed = config.mixture(backbones.load(str(model_folder)), per_length=2)
