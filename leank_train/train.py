@@ -73,7 +73,7 @@ def run(given: DictConfig, out: Path, signals: Signals | None = None) -> Metrics
 
 def train(current: Run, signals: Signals) -> Metrics:
     """Run all phases of a claimed run; see `run`."""
-    started, config, out = time.monotonic(), current.config, current.out
+    started, config = time.monotonic(), current.config
     if current.alone:
         signals.leave_at_once()  # until the first step
     torch.set_float32_matmul_precision("high")
@@ -87,7 +87,13 @@ def train(current: Run, signals: Signals) -> Metrics:
         current = with_replies(current, backbone)
         config = current.config
         check_inputs(config, backbone)
-    parallel.meet(config.trainer)
+    with parallel.met(config.trainer):
+        return learn(current, backbone, signals, started)
+
+
+def learn(current: Run, backbone: Backbone, signals: Signals, started: float) -> Metrics:
+    """Run all phases after the checks, in every process; see `run`."""
+    config, out = current.config, current.out
     if config.trainer.shard_weights:
         parallel.shard(backbone.model, parallel.device(config.trainer))
     logger = make_logger(config.logger, out)

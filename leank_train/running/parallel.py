@@ -4,8 +4,10 @@ conf/train/trainer has the settings.
 """
 
 import logging
+import signal
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.util import find_spec
@@ -26,6 +28,7 @@ from leank_train.running.preempt import Signals, environments
 
 OWN_SETTINGS = ("sequence_parallel", "shard_weights", "prefill_kernel")  # settings that lightning.Trainer does not take
 WHOLE = (None, 32, "32", "32-true", 64, "64", "64-true")  # precisions of Lightning that round nothing to half
+GONE = ("Connection closed by peer", "Connection reset by peer")  # of gloo; NCCL waits, until a launcher ends it
 LIGHTNING_NOTES = (  # what Lightning says at every start, of its own use of torch and of Slurm
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     r"The `srun` command is available on your system but is not used",
@@ -91,7 +94,7 @@ class Division:
 
     @classmethod
     def of(cls, config: TrainerConfig) -> Self:
-        """Return that of the processes that have met (`meet`). Every rank must call it."""
+        """Return that of the processes that have met (`met`). Every rank must call it."""
         if not dist.is_initialized():
             return cls()
         rank, together = dist.get_rank(), config.sequence_parallel
@@ -156,11 +159,27 @@ def device(config: TrainerConfig) -> torch.device:
     return trainer(config, logger=False).strategy.root_device
 
 
-def meet(config: TrainerConfig) -> None:
-    """Start the other processes, unless `srun` or `torchrun` has, and wait for all; they call this, too."""
+@contextmanager
+def met(config: TrainerConfig) -> Iterator[None]:
+    """Start the other processes, unless `srun` or `torchrun` has, and wait for all; they call this, too.
+
+    An error within it in the first process ends those that it has started, which would wait for it. Raises
+    ChildProcessError, in place of what a collective says, where another process has ended.
+    """
     made = trainer(config, logger=False)
-    if made.strategy.launcher is not None:
-        made.strategy.launcher.launch(made.strategy.setup_environment)
+    launcher = made.strategy.launcher
+    if launcher is not None:
+        launcher.launch(made.strategy.setup_environment)
+    try:
+        yield
+    except SystemExit:  # all leave together
+        raise
+    except BaseException as error:
+        if launcher is not None:
+            launcher.kill(signal.SIGKILL)
+        if dist.is_initialized() and any(words in str(error) for words in GONE):
+            raise ChildProcessError("another process of this run has ended; what it has said says why") from error
+        raise
 
 
 def role(config: TrainerConfig) -> tuple[bool, int]:

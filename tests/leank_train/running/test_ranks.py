@@ -166,6 +166,22 @@ layouts._towards_labels = interrupted
     assert torch.load(tmp_path / "ranks/checkpoints/closed_form.ckpt", weights_only=True)["documents"] == 2
 
 
+def test_a_rank_that_fails_ends_all_with_a_line_each(model_folder, tmp_path):
+    death = """
+import os
+from leank_train import layouts
+def failing(*given):
+    if os.environ["RANK"] == "1":
+        raise ValueError("this document is damaged")
+    return original(*given)
+original, layouts._towards_labels = layouts._towards_labels, failing
+"""
+    output = forked_ranks(model_folder, tmp_path, "ranks", *KINDS["closed_form"], death=death)
+    assert "Traceback" not in output
+    assert output.count("leank_train: this document is damaged") == 1
+    assert output.count("leank_train: another process of this run has ended") == 1
+
+
 def test_one_rank_may_have_all_shares(model_folder, tmp_path):
     few = "data.calibration=1", "validation.heldout=0"
     forked_ranks(model_folder, tmp_path, "ranks", *KINDS["closed_form"], *few, trainer="fsdp", devices=1)
