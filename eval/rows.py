@@ -83,20 +83,23 @@ class RowSettings(TypedDict):
 
 
 class Along(TypedDict):
-    """`Fidelity` by position in a reply, or a text, that was read by decoding steps; a list has a figure of each block.
+    """`Fidelity` by position in a reply, or a text, that was read as it is decoded; a list has a figure of each block.
 
     A row's last block may be shorter than `block`. bytes (but dense's) and seconds are those of the batch, which ends
     with its longest row: where a shorter one ends within a block, they are of the whole block.
     """
 
     block: Annotated[int, Ge(1)]  # tokens
+    stepped: bool  # whether every token was a captured decoding step; else tokens came in pieces, with the same result
     kl: list[Annotated[float, Ge(-1e-3), Le(LARGEST)]]  # mean over the block, as `Fidelity.kl`
     top1: list[Annotated[float, Ge(0), Le(1)]]
     # bytes held at the block's end, one sample's share; of dense, those of K and V without room for tokens to come
     bytes: NotRequired[list[Annotated[float, Ge(0), Le(LARGEST)]]]
     # bytes by the method's formula of a prompt of so many tokens (eval.methods.memory); None where the prompt decides
     planned: NotRequired[list[Annotated[float, Ge(0), Le(LARGEST)] | None]]
-    seconds: NotRequired[list[Annotated[float, Ge(0), Le(LARGEST)]]]  # of a step of the batch, mean over the block
+    seconds: NotRequired[list[Annotated[float, Ge(0), Le(LARGEST)]]]  # of a token of the batch, mean over the block
+    # of a reply: share of the block's tokens that end a 4-gram which the reply has had before
+    repeated: NotRequired[list[Annotated[float, Ge(0), Le(1)]]]
 
 
 class Fidelity(TypedDict):
@@ -120,6 +123,9 @@ class Fidelity(TypedDict):
 def _with_means(found: Fidelity) -> Fidelity:
     if {found["kl"] is None, found["top1"] is None} != {found["non_finite"] is not None}:
         raise ValueError("kl and top1 are None where non_finite is not, and nowhere else")
+    along = [values for values in found.get("along", {}).values() if isinstance(values, list)]
+    if len({len(values) for values in along}) > 1:
+        raise ValueError("lists of along have different lengths")
     return found
 
 

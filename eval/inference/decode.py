@@ -5,7 +5,7 @@ of them. Where the cache allows it (`capturable`), the steps after the first are
 
 **Reading** gives the hidden state after each token, as if they came one by one. `read` gives the cache many tokens at
 once, and a compressed layer takes them in pieces that find what each would find alone (`eval.cache.layer.pieces`).
-`read_by_steps` really feeds one token at a time, through the kernels and captured steps of decoding.
+`read_as_decoded` feeds one token at a time where steps can be captured, through the kernels of decoding.
 """
 
 from collections.abc import Callable, Sequence
@@ -105,32 +105,45 @@ def read(model: PreTrainedModel, cache: Cache, ids: Tensor, real: Tensor | None)
 
 
 @torch.no_grad()
-def read_by_steps(
+def read_as_decoded(
     model: PreTrainedModel,
     cache: Cache,
     ids: Tensor,
     real: Tensor | None,
     lengths: Tensor,
+    block: int,
     each: Callable[[int], None] = lambda done: None,
-) -> Tensor:
-    """What `read` returns, by decoding steps: one token of every row at a time, captured where that is possible.
+) -> tuple[Tensor, bool]:
+    """What `read` returns, by captured decoding steps, one token of every row at a time; by `read` if none can be.
 
-    ids: int [B, n]; real: bool [B, columns before ids], None = no padding; lengths: int [B], real tokens before ids
-    each: is called after every step with the number of tokens that have been read
+    ids: int [B, n], n >= 1; real: bool [B, columns before ids], None = no padding; lengths: int [B], real tokens before
+    block: tokens, at every multiple of which, and at the end, `each` is called with the number of tokens read
+    Returns the hidden states, and whether every token was a step.
     """
     count, columns = ids.shape[1], cache.get_seq_length()
     mask = None if real is None else torch.cat([real, torch.ones_like(ids, dtype=torch.bool)], 1)
-    loop = DecodeLoop(model, cache, lengths[:, None], head=False)
-    found = None
+    loop, found = DecodeLoop(model, cache, lengths[:, None], head=False), []
+
+    def told(done: int) -> None:
+        if done == count or done % block == 0:
+            each(done)
+
     for step in range(count):
-        if step and count - step > CAPTURE_FOR and not loop.captured and capturable(cache):
+        if step and not capturable(cache):
+            break
+        if step and count - step > CAPTURE_FOR and not loop.captured:
             loop.capture()
         after = loop.step(ids[:, step : step + 1], None if mask is None else mask[:, : columns + step + 1])
-        found = after.new_empty(len(ids), count, after.shape[-1]) if found is None else found
-        found[:, step] = after
-        each(step + 1)
-    assert found is not None
-    return found
+        found.append(after[:, None].clone())
+        told(step + 1)
+    stepped = len(found)
+    start = stepped
+    while start < count:
+        end = min(count, (start // block + 1) * block)
+        found.append(read(model, cache, ids[:, start:end], None if mask is None else mask[:, : columns + end]))
+        start = end
+        told(end)
+    return torch.cat(found, 1), stepped == count
 
 
 @torch.no_grad()

@@ -216,12 +216,20 @@ def by_axes(run: Run) -> Figure | None:
 
 
 def by_position(run: Run) -> Figure | None:
-    """Draw KL and bytes by position in what methods read; dotted where fewer replies are so long than at the start."""
+    """Draw KL, bytes and the reply's repetition by position; dotted where fewer replies are so long than at first."""
     cells = pd.DataFrame(run["by_position"])
     if cells.empty or cells["position"].nunique() < 2:
         return None
-    figure = sheet(6.4)
-    above, below = (plain(axes) for axes in figure.subplots(2, 1, sharex=True, height_ratios=(3, 2)))
+    figure, again = sheet(7.4), cells[["position", "repeated"]].dropna().drop_duplicates("position")
+    panels = (
+        figure.subplots(3, 1, sharex=True, height_ratios=(6, 4, 2))
+        if len(again)
+        else figure.subplots(2, 1, sharex=True)
+    )
+    above, below, *rest = map(plain, panels)
+    for axes in rest:  # of the reply itself, which all methods read
+        axes.plot(again["position"], again["repeated"], color=INK, linewidth=1.4)
+        axes.set(ylabel="% repeated", ylim=(0, 100))
     for method, style in _styles(run).items():
         mine = cells[cells["method"] == method]
         whole = mine[mine["n"] == mine["n"].max()]
@@ -233,8 +241,8 @@ def by_position(run: Run) -> Figure | None:
     above.set_ylabel("KL from dense, nats a token")
     below.set_ylabel("MiB of cache per sample")
     below.set_ylim(bottom=0)
-    below.set_xlabel("tokens read one a step; dotted: fewer replies are so long")
-    below.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
+    panels[-1].set_xlabel("tokens read as they are decoded; dotted: fewer replies are so long")
+    panels[-1].xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
     legend(figure)
     return figure
 

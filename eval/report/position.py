@@ -10,20 +10,23 @@ import pandas as pd
 from leank.eval.report.groups import SAMPLE
 
 QUARTERS = 4
-FIGURES = ("kl", "top1", "bytes", "planned", "seconds")
+FIGURES = ("kl", "top1", "bytes", "planned", "seconds", "repeated")
 
 
 def by_block(table: pd.DataFrame, dense: str | None) -> pd.DataFrame:
     """Return one line per method, sample and block with FIGURES, `dense_bytes`, `position` and `quarter`.
 
     table: of `groups.frame`. `position` is the number of tokens at the block's end, if it is whole, and `quarter` the
-    part of the sample's own blocks, 0 to 3, that the block's middle lies in. top1 is 0 to 100; what is missing is NaN.
+    part of the sample's own blocks, 0 to 3, that the block's middle lies in. top1 and repeated are 0 to 100; what is
+    missing is NaN.
     """
     lines = []
     for row in table[table["along"].notna()].to_dict("records"):
         along = row["along"]
         blocks = len(along["kl"])
         figures = {name: along.get(name) or [None] * blocks for name in FIGURES}
+        if not along["stepped"]:  # in pieces, which takes another time
+            figures["seconds"] = [None] * blocks
         for number in range(blocks):
             where = {"position": (number + 1) * along["block"], "quarter": int(QUARTERS * (number + 0.5) / blocks)}
             line = {name: values[number] for name, values in figures.items()}
@@ -33,7 +36,7 @@ def by_block(table: pd.DataFrame, dense: str | None) -> pd.DataFrame:
     found = pd.DataFrame(lines)
     found["method"] = pd.Categorical(found["method"], table["method"].cat.categories)
     found[[*FIGURES]] = found[[*FIGURES]].astype(float)
-    found["top1"] *= 100
+    found[["top1", "repeated"]] *= 100
     keys = [*SAMPLE, "position"]
     of_dense = found.loc[found["method"] == dense, [*keys, "bytes"]].rename(columns={"bytes": "dense_bytes"})
     return found.merge(of_dense, on=keys, how="left")
@@ -45,4 +48,9 @@ def by_quarter(blocks: pd.DataFrame) -> pd.DataFrame:
         return blocks
     many = blocks.groupby(["method", *SAMPLE], observed=True, dropna=False)["position"].transform("size") >= QUARTERS
     keys = ["method", *SAMPLE, "quarter"]
-    return blocks[many].groupby(keys, observed=True, dropna=False)[["kl", "top1", "seconds"]].mean().reset_index()
+    return (
+        blocks[many]
+        .groupby(keys, observed=True, dropna=False)[["kl", "top1", "seconds", "repeated"]]
+        .mean()
+        .reset_index()
+    )

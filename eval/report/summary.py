@@ -14,7 +14,8 @@ differ in the method alone:
     by_op, by_depth, by_turn        scores by op (GSM-Infinite), by depth (needle) and by turn (conversations)
     replies             length, cut and repetition of each method's replies
     by_position         methods by position in the replies that they read (`eval.report.position`): kl, top1, bytes,
-                        planned, dense_bytes, seconds a step; n replies are so long
+                        planned, dense_bytes, seconds a step, and repeated, % of its tokens that
+                        end a 4-gram which the reply has had before; n replies are so long
     by_quarter          the same by quarter of each reply (0 to 3), and kl_more, the quarter's KL minus the first's
     sampled             pass@k and majority vote of each method (`eval.report.sampled`); empty where replies are greedy
 
@@ -272,7 +273,7 @@ def _along(blocks: pd.DataFrame, means: Means) -> dict[str, list[Record]]:
         record["n"] = len(part)
         for name in ("kl", "top1"):
             means.add(record, name, strata(part, name))
-        for name in ("bytes", "planned", "dense_bytes", "seconds"):
+        for name in ("bytes", "planned", "dense_bytes", "seconds", "repeated"):
             record[name] = _average(part[name])
         found["by_position"].append(record)
     parts = position.by_quarter(blocks)
@@ -280,7 +281,7 @@ def _along(blocks: pd.DataFrame, means: Means) -> dict[str, list[Record]]:
         first = parts.loc[parts["quarter"] == 0, ["method", *SAMPLE, "kl"]]
         both = parts.merge(first, on=["method", *SAMPLE], suffixes=("", "_first"))
         for record, part in _groups(both.assign(more=both["kl"] - both["kl_first"]), ["method", "quarter"]):
-            record |= {"n": len(part), "seconds": _average(part["seconds"])}
+            record |= {"n": len(part), **{name: _average(part[name]) for name in ("seconds", "repeated")}}
             means.add(record, "kl", strata(part, "kl"))
             means.add(record, "top1", strata(part, "top1"))
             means.add(record, "kl_more", strata(part, "more") if record["quarter"] else [])

@@ -227,10 +227,16 @@ def along(run: Run) -> Table | None:
     head = ["method", "n", "KL, 1st quarter", "2nd", "3rd", "4th", "4th minus 1st", "top-1, 1st", "4th",
             "cache at the end", "of dense", "a step, ms, 1st", "4th "]  # fmt: skip
     note = (
-        f"KL and top-1 agreement by quarter of each reply's or text's own length, where {read_by_all(run)} is read one"
-        " token a step; dense's KL is rounding. Cache: one sample's share at the last position that any reaches. 95%"
-        " bootstrap intervals, paired by sample. The first quarter's steps compile and capture."
+        f"KL and top-1 agreement by quarter of each reply's or text's own length, where {read_by_all(run)} is read as"
+        " it would be decoded; dense's KL is rounding. Cache: one sample's share at the last position that any reaches."
+        " 95% bootstrap intervals, paired by sample. Steps have a time where they are captured; the first ones compile."
     )
+    again = [cells[lines[0][0], number]["repeated"] for number in range(4)]
+    if None not in again:
+        note += (
+            f" Of the replies' own tokens {', '.join(f'{share:.0f}%' for share in again)} of each quarter end a 4-gram"
+            " that stands before: where a reply repeats itself, a small KL says little."
+        )
     return Table.of("Along the reply", head, lines, note)
 
 

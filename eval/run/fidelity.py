@@ -14,10 +14,11 @@ answer in the model's words. If a method agrees with dense at every token of it,
 row with `read` gives a text in place of a reply.
 
 **By position.** Long replies show whether a method drifts from dense as its cache grows. Every method reads dense's
-reply in place of writing one, by decoding steps, one token of each row at a time, so that its eviction, packing and
-kernels are those of decoding. Dense is read twice: many tokens at a time, for the distributions that methods are
-compared with, and by steps through this project's storage. The distance between the two is that of rounding alone, and
-the floor below which no method's means anything.
+reply in place of writing one, as it would decode it: by captured steps, one token of each row at a time, or, where none
+can be captured, in pieces within which nothing leaves the window. So its eviction and packing are those of decoding.
+Dense is read twice: many tokens at a time, for the distributions that methods are compared with, and as decoded through
+this project's storage. The distance between the two is that of rounding alone, and the floor below which no method's
+means anything.
 
 The first token of a reply comes from the prefill, so the first distribution compared is the one after it. With
 compress=before_question the question is read through the cache, and the distribution after the question counts, too.
@@ -33,7 +34,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from leank.errors import naming
-from leank.eval.inference.decode import read, read_by_steps, states
+from leank.eval.inference.decode import read, read_as_decoded, states
 from leank.eval.inference.prefill import Prefill, joined, pad_left
 from leank.eval.rows import Fidelity
 from leank.head import LOGITS_AT_ONCE, Head, check_head, divergence
@@ -100,22 +101,22 @@ class Comparison:
     ) -> list[Compared]:  # fmt: skip
         """Read a reference continuation through a method's cache, which holds the prompts of its pass `prompt`.
 
-        block: tokens of a block of `Fidelity.along`, read by decoding steps; 0 reads many tokens at a time
-        each: see `read_by_steps`
+        block, each: tokens of a block of `Fidelity.along`, see `read_as_decoded`; 0 measures no blocks
         Returns for each row its fidelity, None if nothing is to be compared, and the share of a text's tokens that the
         method ranks first, None for a reply and where logits are not finite.
         """
         if block and continuation.ids.shape[1]:
-            mine = read_by_steps(self.model, cache, continuation.ids, prompt.real, prompt.lengths, each)
+            given = continuation.ids, prompt.real, prompt.lengths
+            mine, stepped = read_as_decoded(self.model, cache, *given, block, each)
         else:
-            mine = self._states(cache, prompt, continuation.questions, continuation.ids)
+            mine, stepped = self._states(cache, prompt, continuation.questions, continuation.ids), False
         found = []
         for row, count in enumerate(continuation.counts):
             targets = None if continuation.targets is None else continuation.targets[row, :count]
             compared = (
                 compare(self.head, continuation.dense[row, :count], mine[row, :count], targets) if count else None
             )
-            found.append((None, None) if compared is None else _figures(compared, block))
+            found.append((None, None) if compared is None else _figures(compared, block, stepped))
         return found
 
     def _states(self, cache: Cache, prompt: Prefill, questions: Sequence[list[int]], ids: Tensor) -> Tensor:
@@ -131,7 +132,7 @@ class Comparison:
         return torch.cat(found, 1) if found else empty
 
 
-def _figures(compared: dict[str, Tensor], block: int = 0) -> Compared:
+def _figures(compared: dict[str, Tensor], block: int, stepped: bool) -> Compared:
     """The means of a row's tokens: its fidelity, with those of each block, and the share of right tokens."""
     bad = (~compared["kl"].isfinite()).nonzero()
     mean = {} if len(bad) else {name: float(values.mean()) for name, values in compared.items()}
@@ -141,7 +142,8 @@ def _figures(compared: dict[str, Tensor], block: int = 0) -> Compared:
     }  # fmt: skip
     if block and mean:
         found["along"] = {
-            "block": block, "kl": _by_block(compared["kl"], block), "top1": _by_block(compared["top1"], block),
+            "block": block, "stepped": stepped, "kl": _by_block(compared["kl"], block),
+            "top1": _by_block(compared["top1"], block),
         }  # fmt: skip
     return found, mean.get("right")
 

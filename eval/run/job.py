@@ -334,6 +334,8 @@ class Job:
         }  # fmt: skip
         if self.settings.by_position and not row.read:
             made["tokens"] = answer.tokens
+            if answer.fidelity is not None and "along" in answer.fidelity:
+                answer.fidelity["along"]["repeated"] = repeated_along(answer.tokens, self.settings.by_position)
         if not row.read:
             made["cut"] = "thought" if text is None else "limit" if answer.limited else None
             made["repeated"] = repeated(answer.tokens)
@@ -360,3 +362,15 @@ def repeated(tokens: Sequence[int]) -> float:
     """Return the share of 4-grams that stand before in the reply (seq-rep-4 of Welleck et al. 2020); 0 without any."""
     grams = list(zip(*(tokens[start:] for start in range(4)), strict=False))
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def repeated_along(tokens: Sequence[int], block: int) -> list[float]:
+    """Return, of every block of tokens, the share that end a 4-gram which stands before in the reply."""
+    seen: set[tuple[int, ...]] = set()
+    again = []
+    for end in range(1, len(tokens) + 1):
+        gram = tuple(tokens[max(0, end - 4) : end])
+        again.append(len(gram) == 4 and gram in seen)
+        seen.add(gram)
+    parts = (again[start : start + block] for start in range(0, len(again), block))
+    return [sum(part) / len(part) for part in parts]

@@ -64,8 +64,8 @@ class Settings(Checked):
     # tokens of dense's reply at which every method's next-token distribution is compared with dense's, see
     # eval.run.fidelity; 0 compares none
     fidelity: Count = 0
-    # tokens of a block: every method reads dense's reply (or the text) one token a step in place of writing one, and is
-    # compared with dense in every block, see eval.run.fidelity; 0 lets every method write its own
+    # tokens of a block: every method reads dense's reply (or the text) as it would decode it, in place of writing one,
+    # and is compared with dense in every block, see eval.run.fidelity; 0 lets every method write its own
     by_position: Count = 0
     # share of dense bytes, or label of a method, that every method is brought to; see eval.run.build
     match: float | str | None = None
@@ -289,7 +289,7 @@ def cache_bytes(cache: Cache, prompt: Prefill) -> list[dict[str, float]]:
 
 
 class Meter:
-    """Bytes and time of reading by steps: `note(tokens read)` measures where a block ends. ends: tokens, ascending."""
+    """Bytes and time of reading: `note(tokens read)` measures where a block ends. ends: tokens, ascending."""
 
     def __init__(self, replay: "Replay", cache: Cache, prompt: Prefill, ends: Sequence[int]) -> None:
         self.replay, self.cache, self.prompt, self.ends = replay, cache, prompt, ends
@@ -307,7 +307,7 @@ class Meter:
 
     @property
     def seconds(self) -> list[float]:
-        """Of a step, mean over each block."""
+        """Of a token, mean over each block."""
         sizes = (end - start for start, end in zip([0, *self.ends], self.ends, strict=False))
         return [spent / size for spent, size in zip(self.of_blocks, sizes, strict=True)]
 
@@ -517,9 +517,8 @@ class Replay:
         for turn in batch.turns:
             if batch.continuation is not None and not self._beside(batch):
                 tokens = [reply or [] for reply in batch.replies] if turn.texts is None else turn.texts
-                near, spent = self._read(method, cache, prompt, batch.continuation)
+                near, spent, steps = self._read(method, cache, prompt, batch.continuation)
                 broken = [None if one is None else one["non_finite"] for one, _ in near]
-                steps = batch.continuation.ids.shape[1] if self.settings.by_position else 0
                 add(turn, Decoded(tokens, steps, broken, batch.continuation.counts, cache, spent), 0.0, near)
                 continue
             reading = cache if batch.one_cache or len(batch.turns) == 1 else branch(cache)
@@ -533,24 +532,28 @@ class Replay:
 
     def _read(
         self, method: Method, cache: Cache, prompt: Prefill, continuation: Continuation
-    ) -> tuple[list[Compared], float]:
-        """Read a continuation through a method's cache. Returns each row's figures, and the seconds of reading."""
+    ) -> tuple[list[Compared], float, int]:
+        """Read a continuation through a method's cache.
+
+        Returns each row's figures, the seconds of reading, and the decoding steps, 0 if tokens came in pieces.
+        """
         block, length, start = self.settings.by_position, continuation.ids.shape[1], self.now()
         if not block or not length:
-            return self._comparison.fidelity(cache, prompt, continuation), self.now() - start
+            return self._comparison.fidelity(cache, prompt, continuation), self.now() - start, 0
         meter = Meter(self, cache, prompt, [*range(block, length, block), length])
-        near, found = self._comparison.fidelity(cache, prompt, continuation, block, meter.note), []
+        near, found, steps = self._comparison.fidelity(cache, prompt, continuation, block, meter.note), [], 0
         config, itemsize = self.model.config.get_text_config(decoder=True), self.model.dtype.itemsize
         for (one, score), tokens, count in zip(near, prompt.lengths.tolist(), continuation.counts, strict=True):
             if one is not None and "along" in one:
                 along, blocks = one["along"], len(one["along"]["kl"])
+                steps = length if along["stepped"] else 0
                 sizes = [tokens + min(count, end) for end in meter.ends[:blocks]]
                 planned = [method_bytes(method, config, size, itemsize) for size in sizes]
                 held = meter.bytes if method.axes and meter.bytes else planned
                 known = [size for size in held[:blocks] if size is not None]
                 along |= {"planned": planned, "seconds": meter.seconds[:blocks], **({"bytes": known} if known else {})}
             found.append((one, one["top1"] if one is not None and continuation.targets is None else score))
-        return found, sum(meter.of_blocks)
+        return found, sum(meter.of_blocks), steps
 
     def _dense_only(self, method: Method, turn: Turn, decoded: Decoded, row: int) -> bool:
         """Whether the dense pass's logits alone decide a row's reply."""

@@ -370,7 +370,7 @@ def test_no_step_of_a_reply_holds_more_than_the_budget(name, sink, window, flush
         assert kept <= rows * (whole + (flush - 1) * token)
         assert memory.extra <= rows * heads * 4 * (chosen.tokens.budget + flush - 1)
         if step < 40:
-            decode.read_by_steps(model, cache, ids[:, start + step, None], None, passed.lengths + step)
+            decode.read(model, cache, ids[:, start + step, None], None)
     assert everything.max() >= min(start + 40, chosen.tokens.budget)  # and the budget is used
 
 

@@ -5,6 +5,8 @@ import json
 import pandas as pd
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from leank.eval.inference import decode
 from leank.eval.inference.models import ModelConfig
@@ -12,7 +14,7 @@ from leank.eval.inference.prefill import pad_left
 from leank.eval.inference.sampling import Sampling
 from leank.eval.report import write_report
 from leank.eval.rows import Collected, Results, check_rows, read
-from leank.eval.run.job import Job
+from leank.eval.run.job import Job, repeated, repeated_along
 from leank.eval.run.replay import Settings
 from tests.helpers.cache_oracle import tiny_model
 from tests.helpers.captured import Fake
@@ -79,6 +81,18 @@ def test_every_method_reads_one_reply_and_rows_say_how_far_it_is_from_dense():
     assert len({tuple(one["tokens"]) for one in whole.rows}) == 3
 
 
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 9))
+def test_tokens_that_end_a_repeated_4_gram_are_counted_by_block(tokens, block):
+    found, ends = repeated_along(tokens, block), []
+    for end in range(len(tokens)):
+        gram = tokens[end - 3 : end + 1]
+        ends.append(end >= 3 and any(tokens[start : start + 4] == gram for start in range(end - 3)))
+    wanted = [ends[start : start + block] for start in range(0, len(tokens), block)]
+    assert found == [sum(some) / len(some) for some in wanted]
+    if len(tokens) > 3:
+        assert sum(ends) / (len(tokens) - 3) == pytest.approx(repeated(tokens))
+
+
 @pytest.mark.parametrize("kept", [1, 4, 7])
 def test_a_killed_run_goes_on_with_the_replies_that_were_read(kept, tmp_path, monkeypatch):
     whole = Collected()
@@ -122,8 +136,10 @@ def test_captured_steps_give_the_states_of_launched_ones(monkeypatch):
                         patch.setattr(f"{module}.capturable", lambda cache: True)
                 before = Fake.captures
                 cache = method.compressed(model, passed)
-                found.append(decode.read_by_steps(model, cache, follow, real, passed.lengths))
-                assert Fake.captures - before == captured
+                ended = []
+                states, stepped = decode.read_as_decoded(model, cache, follow, real, passed.lengths, 10, ended.append)
+                found.append(states)
+                assert (Fake.captures - before, stepped, ended) == (captured, captured, [10, 20, 24])
         torch.testing.assert_close(*found[-2:], rtol=1e-9, atol=1e-9)
 
 
@@ -139,7 +155,10 @@ def test_steps_captured_on_a_gpu_give_the_states_of_launched_ones(captures, monk
     for least in (1000, 16):  # never captured, captured
         monkeypatch.setattr("leank.eval.inference.decode.CAPTURE_FOR", least)
         passed = chosen.run_prefill(model, ids, real, 100)
-        found.append(decode.read_by_steps(model, chosen.cache(model, passed), follow, real, passed.lengths))
+        cache = chosen.cache(model, passed)
+        states, stepped = decode.read_as_decoded(model, cache, follow, real, passed.lengths, 40)
+        found.append(states)
+        assert stepped
     assert captures == [1]
     assert torch.equal(*found)
 
@@ -169,6 +188,7 @@ def test_the_report_has_figures_by_position_and_by_quarter(tmp_path):
     text = (tmp_path / "summary.md").read_text()
     assert "# two on reference, dense's reply is read through the cache" in text
     assert text.index("## Along the reply") < text.index("## Overall")
+    assert "of each quarter end a 4-gram" in text
     assert (tmp_path / "kl_by_position.png").exists()
 
 
@@ -181,13 +201,16 @@ def test_quarters_are_those_of_each_replys_own_length(tmp_path):
         for one in whole.rows:
             if one["sample"] == "0" and one["task"] == "a":
                 along = one["fidelity"]["along"]
-                for name in ("kl", "top1", "bytes", "planned", "seconds"):
+                for name in ("kl", "top1", "bytes", "planned", "seconds", "repeated"):
                     along[name] = [level if name == "kl" else 0.5] * blocks
                 rows.append({**one, "sample": str(sample)})
     with Results(tmp_path) as results:
         for one in rows:
             results.append(one)
     write_report(tmp_path)
+    rows[0]["fidelity"]["along"]["kl"].pop()
+    with pytest.raises(ValueError, match="lists of along have different lengths"):
+        check_rows(rows)
     summary = json.loads((tmp_path / "summary.json").read_text())["runs"][0]
     assert {one["kl"] for one in summary["by_quarter"]} == {2.0}
     assert {one["kl_more"] for one in summary["by_quarter"] if one["quarter"]} == {0.0}
