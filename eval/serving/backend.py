@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -29,16 +30,15 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
-from leank.eval.cache.storage.segment import PAGE
 from leank.eval.serving.attention import Step, attend, write
 from leank.eval.serving.coded import AnyLayout, CodedLayout, page_layout
+from leank.eval.serving.guard import KEPT, REST
+from leank.eval.serving.layout import heads_of
 from leank.eval.serving.manager import RestSpec
 from leank.eval.serving.paged import DeviceStep, PagedAttention, decoding_first
 from leank.eval.serving.prefill import Varlen, batches, plain
 from leank.eval.serving.settings import ServerSettings
 from leank.mask import ChannelMask
-
-KEPT, REST = "leank.1000000.kept", "leank.1000001.rest"  # vLLM sorts caches by the number in their name
 
 
 class PageHolder(AttentionLayerBase):
@@ -60,10 +60,14 @@ class PageHolder(AttentionLayerBase):
         """Say how large a page is; both groups have pages of equal bytes, since they share the blocks."""
         cache, dtype = vllm_config.cache_config, vllm_config.model_config.dtype
         sizes = self.settings.sink, self.settings.window
-        hits = bool(cache.enable_prefix_caching)
-        self.layout = layout = page_layout(self.mask, cache.block_size, *sizes, dtype, hits)
+        hits, ranks = bool(cache.enable_prefix_caching), vllm_config.parallel_config.tensor_parallel_size
+        rank = get_tensor_model_parallel_rank() if ranks > 1 else 0
+        self.layout = layout = page_layout(self.mask, cache.block_size, *sizes, dtype, hits, rank, ranks)
+        if self.mask.mean_keys is not None:
+            self.mean_keys = self.mask.mean_keys[:, heads_of(self.mask.keep.shape[1], rank, ranks)]
         coded, self.dtype = isinstance(layout, CodedLayout), dtype
         group: Any = layout.kept if self.kept else layout.rest
+        page = layout.page_columns * dtype.itemsize
         common: dict[str, Any] = {
             "block_size": group.block,
             "num_kv_heads": 1,
@@ -71,8 +75,8 @@ class PageHolder(AttentionLayerBase):
             # a token's codes need not fill whole numbers; of groups of two dtypes vLLM would clear every new page
             "dtype": torch.uint8 if coded else dtype,
             "num_head_slots": 1,
-            "state_content_bytes": group.bytes // PAGE if coded and self.kept else group.columns * dtype.itemsize,
-            "page_size_padded": layout.page_columns * dtype.itemsize,
+            "state_content_bytes": page // group.block,  # at most; equal on all ranks, as vLLM asks
+            "page_size_padded": page,
         }
         if self.kept:
             return FullAttentionSpec(**common)

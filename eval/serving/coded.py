@@ -25,7 +25,6 @@ A decoding step is such a step with end = first + 1, as in a mask's pages.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -36,7 +35,7 @@ from leank.eval.cache.storage.banded import Banded, codecs
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.codecs import PageCodec
 from leank.eval.cache.storage.segment import PAGE, round_up
-from leank.eval.serving.layout import LARGEST_BLOCK, Layout, PageGroup, PageLayout, lay_out, tokens_of_rest
+from leank.eval.serving.layout import LARGEST_BLOCK, Layout, PageGroup, PageLayout, heads_of, lay_out, tokens_of_rest
 from leank.mask import ChannelMask
 from leank.precision import ROOM, Precision
 
@@ -105,18 +104,21 @@ class CodedLayout(Layout):
     dtype: torch.dtype  # the model's
     codecs: tuple[Banded, ...]  # of the layers
     hit: int
+    page_bytes: int  # bytes of a page, the stride of blocks in both groups
 
     grain = PAGE
 
     @classmethod
     def of(
-        cls, precision: Precision, block: int, sink: int, window: int, dtype: torch.dtype, hits: bool = True
-    ) -> Self:
+        cls, precision: Precision, block: int, sink: int, window: int, dtype: torch.dtype, hits: bool = True,
+        rank: int = 0, ranks: int = 1,
+    ) -> Self:  # fmt: skip
         """Lay out a layout of bits.
 
         block: tokens of a block of `kept`, a multiple of 64
         dtype: the model's
         hits: whether there is a prefix cache; see `tokens_of_rest`
+        rank, ranks: of tensor parallelism; see `layout.heads_of`
         Raises ValueError for other blocks, for sink and window off the grid of pages, and for layouts that save nothing
             or keep nothing.
         """
@@ -135,25 +137,28 @@ class CodedLayout(Layout):
         if not keep.any() or precision.middle_bytes >= 1:
             what = "prunes every channel" if not keep.any() else "takes no fewer bytes than the model's own cache"
             raise ValueError(f"the layout of bits {what}; serve the model without it, or take another mask")
-        of_layers = tuple(codecs(precision))
-        layers, at = [], 0
-        for codec, kept in zip(of_layers, keep, strict=True):
-            layers.append(tuple(_heads(codec, kept, dtype, at)))
-            at += sum(head.k_bytes + head.v_bytes for head in layers[-1])
-        whole = lay_out(torch.ones_like(keep), torch.ones_like(keep[..., 0]), 1)
-        group, token = CodeGroup(block, tuple(layers), at), whole.columns * dtype.itemsize
-        rest = replace(whole, block=tokens_of_rest(block, block // PAGE * at, token, hits))
-        return cls(group, rest, sink, window, keep.shape[-1], dtype, of_layers, block if hits else 1)
-
-    @cached_property
-    def page_bytes(self) -> int:
-        """Bytes of a page, the stride of blocks in both groups."""
-        of_kept = self.kept.block // PAGE * self.kept.bytes
-        return max(of_kept, self.rest.block * self.rest.columns * self.dtype.itemsize)
+        of_ranks = []
+        for one in range(ranks):
+            heads = heads_of(keep.shape[1], one, ranks)
+            of_layers = tuple(codecs(Precision(precision.key_bits[:, heads], precision.value_bits[:, heads])))
+            layers, at = [], 0
+            for codec, kept in zip(of_layers, keep[:, heads], strict=True):
+                layers.append(tuple(_heads(codec, kept, dtype, at)))
+                at += sum(head.k_bytes + head.v_bytes for head in layers[-1])
+            of_ranks.append((CodeGroup(block, tuple(layers), at), of_layers))
+        own = torch.ones_like(keep[:, heads_of(keep.shape[1], rank, ranks)])
+        whole = lay_out(own, own[..., 0], 1)
+        page, token = block // PAGE * max(group.bytes for group, _ in of_ranks), whole.columns * dtype.itemsize
+        rest = replace(whole, block=tokens_of_rest(block, page, token, hits))
+        group, of_layers = of_ranks[rank]
+        return cls(
+            group, rest, sink, window, keep.shape[-1], dtype, of_layers, block if hits else 1,
+            max(page, rest.block * token),
+        )  # fmt: skip
 
     @property
     def page_columns(self) -> int:
-        """The same in numbers of the model's dtype."""
+        """Columns of a page, numbers of the model's dtype."""
         return self.page_bytes // self.dtype.itemsize
 
     def empty(self, layer: int) -> Tensor:
@@ -231,9 +236,10 @@ AnyLayout = PageLayout | CodedLayout
 
 
 def page_layout(
-    mask: ChannelMask, block: int, sink: int, window: int, dtype: torch.dtype, hits: bool = True
-) -> AnyLayout:
+    mask: ChannelMask, block: int, sink: int, window: int, dtype: torch.dtype, hits: bool = True, rank: int = 0,
+    ranks: int = 1,
+) -> AnyLayout:  # fmt: skip
     """The pages of a mask, or of its layout of bits; see `PageLayout.of` and `CodedLayout.of`."""
     if mask.precision is None:
-        return PageLayout.of(mask.keep, block, sink, window, hits)
-    return CodedLayout.of(mask.precision, block, sink, window, dtype, hits)
+        return PageLayout.of(mask.keep, block, sink, window, hits, rank, ranks)
+    return CodedLayout.of(mask.precision, block, sink, window, dtype, hits, rank, ranks)

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from leank.eval.serving.coded import page_layout
+from leank.eval.serving.layout import heads_of
 from leank.eval.serving.settings import ServerSettings
 from leank.mask import ChannelMask
 
 WORKER = "leank.eval.serving.guard.Worker"
+KEPT, REST = "leank.1000000.kept", "leank.1000001.rest"  # what holds the pages; vLLM sorts by the number in a name
 PRUNED = "leank.eval.serving.backend.PrunedAttention"
 DENSE = "this server serves the dense model"
 CURE = (
@@ -30,15 +32,24 @@ class Worker:
     """What vLLM adds to its workers by `worker_extension_cls`; a worker that cannot import it does not start."""
 
     def leank_report(self) -> Report:
-        """Return the attention of this worker's layers, by class, and the bytes and tokens of a block of its cache."""
+        """Return the attention of this worker's layers, by class, and what its cache is.
+
+        That is the bytes and tokens of a block, its rank of tensor parallelism, and the channels of K that it keeps.
+        """
+        from vllm.distributed import get_tensor_model_parallel_rank
+
         layers = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
         kinds = [type(layer.impl) for layer in layers.values() if hasattr(layer, "impl")]
         cache = self.model_runner.kv_cache_config  # type: ignore[attr-defined]
+        groups = cache.kv_cache_groups
         held = max(tensor.size for tensor in cache.kv_cache_tensors)  # each names the whole memory, which they share
         return {
             "attention": dict(Counter(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)),
             "block_bytes": held // cache.num_blocks,
-            "block": max(group.kv_cache_spec.block_size for group in cache.kv_cache_groups),
+            "block": max((group.kv_cache_spec.block_size for group in groups if KEPT in group.layer_names), default=0),
+            "rank": get_tensor_model_parallel_rank(),
+            "ranks": self.vllm_config.parallel_config.tensor_parallel_size,  # type: ignore[attr-defined]
+            "channels": layers[KEPT].layout.channels if KEPT in layers else 0,
         }
 
 
@@ -49,20 +60,31 @@ def refuse_dense(reports: Sequence[Report], settings: ServerSettings, dtype: tor
     settings: of the server.
     dtype: the model's.
 
-    Returns the bytes of a block of tokens under the mask, and of the dense model.
+    Returns the bytes of a block of tokens under the mask, and of the dense model, in one rank.
     """
     mask = ChannelMask.load(settings.mask)
     if not reports:
         raise RuntimeError(f"{DENSE}, or cannot say: no worker has answered")
-    for rank, report in enumerate(reports):
+    for number, report in enumerate(reports):
         others = report["attention"].keys() - {PRUNED}
         if others or not report["attention"]:
-            raise RuntimeError(f"{DENSE}: worker {rank} attends with {', '.join(sorted(others)) or 'nothing'}; {CURE}")
-        block, held = report["block"], report["block_bytes"]
-        wanted = page_layout(mask, block, settings.sink, settings.window, dtype).page_columns * dtype.itemsize
+            raise RuntimeError(
+                f"{DENSE}: worker {number} attends with {', '.join(sorted(others)) or 'nothing'}; {CURE}"
+            )
+        block, held, rank, ranks = (report[name] for name in ("block", "block_bytes", "rank", "ranks"))
+        layout = page_layout(mask, block, settings.sink, settings.window, dtype, rank=rank, ranks=ranks)
+        wanted = layout.page_columns * dtype.itemsize
         if held != wanted:
-            raise RuntimeError(f"worker {rank} holds blocks of {held:,} bytes, and those of the mask have {wanted:,}")
-    return held, 2 * mask.keep.numel() * block * dtype.itemsize
+            raise RuntimeError(f"worker {number} holds blocks of {held:,} bytes, and those of the mask have {wanted:,}")
+        if report["channels"] != layout.channels:
+            raise RuntimeError(
+                f"worker {number} of rank {rank} keeps {report['channels']:,} channels, and its heads of the mask "
+                f"{layout.channels:,}"
+            )
+    if missing := set(range(ranks)) - {report["rank"] for report in reports}:
+        raise RuntimeError(f"{DENSE}, or cannot say: rank {min(missing)} of {ranks} has not answered")
+    heads = mask.keep[:, heads_of(mask.keep.shape[1], 0, ranks)]
+    return held, 2 * heads.numel() * block * dtype.itemsize
 
 
 def check(llm: Any) -> None:

@@ -34,7 +34,7 @@ projections instead, because the rest of most of them is never stored.
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -107,13 +107,37 @@ class PageGroup:
                     self.stripe(pages, stripe)[at] = torch.nn.functional.pad(values, (0, pad)).to(pages.dtype)
 
 
-class Layout:
-    """What the layouts of a mask and of bits share: the sizes of the two groups."""
+def heads_of(heads: int, rank: int, ranks: int) -> slice:
+    """The KV heads of a layer that a rank of tensor parallelism has; of fewer heads than ranks, several have the same.
 
+    Raises ValueError where neither number divides the other.
+    """
+    if heads % ranks and ranks % heads:
+        raise ValueError(
+            f"tensor-parallel-size={ranks} does not divide the model's {heads} KV heads; take a divisor or a multiple"
+        )
+    each = max(1, heads // ranks)
+    first = rank * heads // ranks
+    return slice(first, first + each)
+
+
+class Layout:
+    """What the layouts of a mask and of bits share: the sizes of the two groups.
+
+    Each rank of tensor parallelism has the layout of its KV heads. vLLM asks for pages of equal sizes on all ranks, so
+    that they are those of the widest.
+    """
+
+    kept: Any  # `PageGroup`, or of codes `coded.CodeGroup`
     rest: PageGroup
     window: int
     grain: int  # tokens; the window begins at a multiple of them
     hit: int  # tokens; prefix hits end at multiples of them, 1 = there is no prefix cache
+
+    @property
+    def channels(self) -> int:
+        """Channels of K that the group `kept` holds, in all layers."""
+        return sum(len(head.channels) for of_layer in self.kept.layers for head in of_layer)
 
     def window_start(self, first: Position) -> Position:
         """Where the window of a step from position `first` on begins, unless the sink ends behind it."""
@@ -141,15 +165,19 @@ class PageLayout(Layout):
     window: int
     head_dim: int  # D
     hit: int
+    page_columns: int  # columns of a page, the stride of blocks in both groups
 
     grain = 1
 
     @classmethod
-    def of(cls, keep: Tensor, block: int, sink: int, window: int, hits: bool = True) -> Self:
+    def of(
+        cls, keep: Tensor, block: int, sink: int, window: int, hits: bool = True, rank: int = 0, ranks: int = 1
+    ) -> Self:
         """Lay out a mask: keep bool [L, H, D], True = kept.
 
         block: tokens of a page of `kept`, a multiple of 16
         hits: whether there is a prefix cache; see `tokens_of_rest`
+        rank, ranks: of tensor parallelism; see `heads_of`
         Raises ValueError for other blocks, and masks that prune nothing or everything.
         """
         if not 16 <= block <= LARGEST_BLOCK or block % 16:
@@ -159,15 +187,18 @@ class PageLayout(Layout):
         if keep.all() or not keep.any():
             what = "nothing" if keep.all() else "every channel"
             raise ValueError(f"the mask prunes {what}; serve the model without it, or take another mask")
-        some = keep.any(-1)  # [L, H], heads whose V is kept
-        kept, rest = lay_out(keep, some, block), lay_out(~keep, ~some, 1)
-        rest = replace(rest, block=tokens_of_rest(block, block * kept.columns, rest.columns, hits))
-        return cls(kept, rest, sink, window, keep.shape[-1], block if hits else 1)
-
-    @property
-    def page_columns(self) -> int:
-        """Columns of a page, the stride of blocks in both groups."""
-        return max(group.block * group.columns for group in (self.kept, self.rest))
+        of_ranks = [keep[:, heads_of(keep.shape[1], one, ranks)] for one in range(ranks)]
+        # V of a head is kept if any channel of its K is
+        kept, rest = (
+            [lay_out(stored, stored.any(-1) if of_kept else stored.all(-1), size) for stored in stored_of]
+            for of_kept, size, stored_of in ((True, block, of_ranks), (False, 1, [~one for one in of_ranks]))
+        )
+        page, token = block * max(group.columns for group in kept), max(group.columns for group in rest)
+        tokens = tokens_of_rest(block, page, token, hits)
+        return cls(
+            kept[rank], replace(rest[rank], block=tokens), sink, window, keep.shape[-1], block if hits else 1,
+            max(page, tokens * token),
+        )  # fmt: skip
 
     def empty(self, layer: int) -> Tensor:
         """Which heads of a layer keep no channel, bool [H]."""

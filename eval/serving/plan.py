@@ -35,6 +35,7 @@ class Server(Checked):
     block: Annotated[int, Ge(1), Le(2**16)] = 32  # tokens of a page
     itemsize: Annotated[int, OneOf(*DTYPES)] = 2  # bytes of a number of the model
     hits: bool = True  # whether there is a prefix cache
+    ranks: Positive = 1  # of tensor parallelism; memory is that of one
 
     def tokens(self, page_columns: int, pages: int) -> int:
         """Tokens that requests of the greatest length hold in the memory, if each takes this many pages."""
@@ -46,14 +47,19 @@ class Server(Checked):
 
         from leank.eval.serving.coded import page_layout
 
-        layout = page_layout(mask, self.block, sink, window, getattr(torch, DTYPES[self.itemsize]), self.hits)
+        layout = page_layout(
+            mask, self.block, sink, window, getattr(torch, DTYPES[self.itemsize]), self.hits, 0, self.ranks
+        )
         rest = RestBlocks(layout.rest.block, layout.hit, sink, window, grain=layout.grain)
         pages = -(-self.longest // self.block) + rest.most(self.step, self.longest, self.hits)
         return self.tokens(layout.page_columns, pages)
 
     def stock(self, keep: Tensor) -> int:
         """Tokens admitted without a mask, for a model of the shape of `keep`."""
-        return self.tokens(2 * keep.numel() * self.block, -(-self.longest // self.block))
+        from leank.eval.serving.layout import heads_of
+
+        own = keep[:, heads_of(keep.shape[1], 0, self.ranks)]
+        return self.tokens(2 * own.numel() * self.block, -(-self.longest // self.block))
 
     def by_bytes(self, mask: ChannelMask, sink: int, window: int) -> float:
         """How many times the tokens fit if nothing is lost to pages: the ratio of the bytes of a longest request."""
@@ -74,6 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--memory", type=float, default=1, help="GiB for pages")
     parser.add_argument("--block", type=int, help="block-size; by default 32, or 64 under a layout of bits")
     parser.add_argument("--itemsize", type=int, default=2, help="bytes of a number: 2 for bfloat16, 4 for float32")
+    parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel-size; --memory is that of one rank")
     parser.add_argument("--no-hits", action="store_true", help="no-enable-prefix-caching")
     args = parser.parse_args(argv)
     with ending("eval.serving.plan"):
@@ -90,7 +97,7 @@ def planned(args: argparse.Namespace) -> str:
     assert settings is not None
     mask = ChannelMask.load(args.mask)
     block = args.block or (32 if mask.precision is None else PAGE)
-    server = Server(args.memory * 2**30, args.longest, args.step, block, args.itemsize, not args.no_hits)
+    server = Server(args.memory * 2**30, args.longest, args.step, block, args.itemsize, not args.no_hits, args.ranks)
     stock, pruned = server.stock(mask.keep), server.pruned(mask, settings.sink, settings.window)
     if pruned < args.longest or not stock:
         raise ValueError(

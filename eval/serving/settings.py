@@ -88,7 +88,10 @@ def check_config(config: Any, settings: ServerSettings) -> None:
             f"{size}; take a mask without them"
         )
     try:
-        page_layout(mask, config.cache_config.block_size, settings.sink, settings.window, config.model_config.dtype)
+        page_layout(
+            *(mask, config.cache_config.block_size, settings.sink, settings.window, config.model_config.dtype),
+            ranks=config.parallel_config.tensor_parallel_size,
+        )
     except ValueError as error:
         raise ValueError(f"LEANK_MASK={settings.mask}: {error}") from None
 
@@ -102,20 +105,30 @@ def _wrong_on_gpu(config: Any) -> Iterator[tuple[bool, str]]:
     yield size not in HEAD_DIMS["paged"], f"on a GPU, the heads must have {HEAD_DIMS['paged']} channels, not {size}"
 
 
+def wrong_layers(text: Any) -> Iterator[tuple[bool, str]]:
+    """What a text model has that pages cannot hold, by its configuration: (whether it is so, what to say)."""
+    kind, layers = text.model_type, set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    yield kind == "gpt_oss", f"{kind} has attention sinks, which no kernel of a server adds; take a model without"
+    yield (
+        bool(getattr(text, "attn_logit_softcapping", None)),
+        f"{kind} has soft-capped logits, which no kernel of a server computes; take a model without",
+    )
+    yield bool(layers), f"{kind} has layers of {', '.join(sorted(layers))}; take a model of full attention"
+
+
 def _wrong(config: Any, settings: ServerSettings) -> Iterator[tuple[bool, str]]:
     """What no server with a mask can do: (whether it is so, what is wrong and what to do)."""
     from vllm.platforms import current_platform
 
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     text = model.hf_text_config
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
     yield not (current_platform.is_cpu() or current_platform.is_cuda()), "this plug-in serves on CPUs and NVIDIA's GPUs"
     yield from _wrong_on_gpu(config) if current_platform.is_cuda() else ()
     yield model.runner_type != "generate", f"runner={model.runner_type} has no decoding; take --runner generate"
     yield model.use_mla, f"{text.model_type} has latent attention (MLA), whose cache has no K channels"
+    yield from wrong_layers(text)
     yield model.is_multimodal_model, f"{text.model_type} takes more than text; serve its language model alone"
     yield model.is_hybrid, f"{text.model_type} has layers without attention; take a model with attention alone"
-    yield bool(kinds), f"{text.model_type} has layers of {', '.join(sorted(kinds))}; take a model of full attention"
     yield bool(model.get_sliding_window()), f"{text.model_type} has a sliding window; take a model of full attention"
     yield config.speculative_config is not None, "speculative decoding is not supported; drop --speculative-config"
     # vLLM makes a connector of it, so it is named first
@@ -130,7 +143,7 @@ def _wrong(config: Any, settings: ServerSettings) -> Iterator[tuple[bool, str]]:
         cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
         f"kv-cache-dtype={cache.cache_dtype} is not supported; the cache has the model's dtype, so take auto",
     )
-    for name in ("tensor", "pipeline", "decode_context", "prefill_context"):
+    for name in ("pipeline", "decode_context", "prefill_context"):
         size = getattr(parallel, f"{name}_parallel_size", 1)
         yield size != 1, f"{name}-parallel-size={size} is not supported; take 1"
     yield bool(cache.kv_sharing_fast_prefill), "drop --kv-sharing-fast-prefill: no layers of the model share a cache"

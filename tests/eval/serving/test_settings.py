@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from leank.eval.serving import guard, plan, plugin, serve
 from leank.eval.serving.coded import page_layout
 from leank.eval.serving.plan import Server
 from leank.eval.serving.rest import RestBlocks
-from leank.eval.serving.settings import NAMES, ServerSettings
+from leank.eval.serving.settings import NAMES, ServerSettings, wrong_layers
 from leank.mask import ChannelMask
 from tests import ROOT
 
@@ -155,6 +156,25 @@ class Client:
         return self.engines[0]
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("llama", None), ("qwen2", None), ("qwen3", None),
+        ("qwen3_5_text", "layers of linear_attention"), ("qwen3_next", "layers of linear_attention"),
+        ("gemma2", "soft-capped logits"), ("gemma3_text", "layers of sliding_attention"),
+        ("gemma4_text", "layers of sliding_attention"), ("gpt_oss", "attention sinks"),
+    ],
+)  # fmt: skip
+def test_models_with_other_layers_are_refused_by_their_configuration(kind, said):
+    try:
+        config = AutoConfig.for_model(kind)
+    except ValueError:
+        pytest.skip("this transformers does not know it")
+    wrong = [words for found, words in wrong_layers(config) if found]
+    assert bool(wrong) == (said is not None)
+    assert not wrong or (said in wrong[0] and wrong[0].startswith(kind) and "take a model" in wrong[0])
+
+
 def test_every_engine_is_asked():
     assert asyncio.run(serve._reports(Client([["a", "b"], ["c"]]))) == ["a", "b", "c"]
     assert asyncio.run(serve._reports(Client([["a", "b"]], every=False))) == ["a", "b"]
@@ -162,16 +182,30 @@ def test_every_engine_is_asked():
         asyncio.run(serve._reports(Client([["a"], ["b"]], every=False)))
 
 
-PAGE = {"attention": {guard.PRUNED: 7}, "block": 32, "block_bytes": 180_224}
-CODED = page_layout(ChannelMask.load(LAYOUT), 64, 64, 256, torch.float32).page_bytes
+ONE = {"rank": 0, "ranks": 1}
+PAGE = {"attention": {guard.PRUNED: 7}, "block": 32, "block_bytes": 180_224, "channels": 544, **ONE}
+CODES = page_layout(ChannelMask.load(LAYOUT), 64, 64, 256, torch.float32)
+OF_CODES = {**PAGE, "block": 64, "block_bytes": CODES.page_bytes, "channels": CODES.channels}
+HALVES = [
+    {**PAGE, "block_bytes": 102_400, "rank": rank, "ranks": 2, "channels": n} for rank, n in enumerate((304, 240))
+]
 DENSE = {**PAGE, "attention": {"vllm.CPUAttention": 7}}
 
 
 @pytest.mark.parametrize(
     ("mask", "extension", "reports", "said"),
     [
-        (LAYOUT, guard.WORKER, [{**PAGE, "block": 64, "block_bytes": CODED}], None),
-        (LAYOUT, guard.WORKER, [{**PAGE, "block": 64, "block_bytes": 64}], "holds blocks of 64 bytes, and those of"),
+        (LAYOUT, guard.WORKER, [OF_CODES], None),
+        (LAYOUT, guard.WORKER, [{**OF_CODES, "block_bytes": 64}], "holds blocks of 64 bytes, and those of"),
+        (MASK, guard.WORKER, HALVES, None),
+        (MASK, guard.WORKER, 2 * HALVES, None),  # of two engines
+        (MASK, guard.WORKER, HALVES[:1], "rank 1 of 2 has not answered"),
+        (
+            MASK,
+            guard.WORKER,
+            [HALVES[0], {**HALVES[0], "rank": 1}],
+            "worker 1 of rank 1 keeps 304 channels, and .* 240",
+        ),
         (MASK, guard.WORKER, [PAGE, PAGE], None),
         (None, guard.WORKER, [PAGE], "no mask was given"),
         (MASK, guard.WORKER, [], "no worker has answered"),

@@ -146,13 +146,16 @@ def test_replies_over_codes_are_those_of_the_compressed_cache(tmp_path, layout, 
 
 
 CODES = """
-import json, sys
+import json, os, sys
+ranks = int(sys.argv[3])
+if ranks > 1:  # vLLM itself binds ranks to NUMA nodes only
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, sorted(os.sched_getaffinity(0))[:ranks]))
 from scripts.bench.serving import engine, pages_held
 from vllm import SamplingParams
 from leank.eval.serving import check
-how, mask = sys.argv[1:]
+how, mask = sys.argv[1:3]
 settings = {"hit": {}, "steps": {"enable_prefix_caching": False, "enable_chunked_prefill": True}}[how]
-llm = engine(mask, block_size=64, max_model_len=2048, kv_cache_memory_bytes=2**28,
+llm = engine(mask, block_size=64, max_model_len=2048, kv_cache_memory_bytes=2**28, tensor_parallel_size=ranks,
              **{"max_num_batched_tokens": 2048 if how == "hit" else 896, **settings})
 check(llm)
 core, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
@@ -183,15 +186,25 @@ print(json.dumps({**found, "held": pages_held(llm), "tokens": core.vllm_config.c
 
 
 def test_a_hit_and_a_resumed_request_read_the_codes_of_others_and_give_equal_replies(layout):
-    """The prefix is beyond sink and window, so all that follow it read codes: of another request, or their own."""
-    hit, steps = (json.loads(python("-c", CODES, how, str(layout)).splitlines()[-1]) for how in ("hit", "steps"))
+    """The prefix is beyond sink and window, so all that follow it read codes: of another request, or their own.
+
+    Two ranks of tensor parallelism have two of the four KV heads each.
+    """
+    said = [
+        python("-c", CODES, how, str(layout), n).splitlines()
+        for how, n in (("hit", "1"), ("steps", "1"), ("steps", "2"))
+    ]
+    # workers may write after it
+    hit, steps, ranks = (json.loads(next(line for line in lines if line.startswith("{"))) for lines in said)
+    for name in ("whole", "resumed", "held"):
+        assert ranks[name] == steps[name]
     assert [cached for _, cached in hit["hit"]] == [896, 896, 896]
     assert [reply for reply, _ in hit["hit"]] == [reply for reply, _ in steps["whole"]]
     assert [reply for reply, _ in steps["resumed"]] == [reply for reply, _ in steps["whole"]]
     assert hit["held"] == steps["held"] == 0
     mask = ChannelMask.load(layout)
-    for found, step, hits in ((hit, 2048, True), (steps, 896, False)):
-        plan = Server(2**28, longest=2048, step=step, block=64, itemsize=4, hits=hits)
+    for found, step, hits, n in ((hit, 2048, True, 1), (steps, 896, False, 1), (ranks, 896, False, 2)):
+        plan = Server(2**28, longest=2048, step=step, block=64, itemsize=4, hits=hits, ranks=n)
         assert found["tokens"] == plan.pruned(mask, 64, 256)
 
 
@@ -233,7 +246,7 @@ def test_what_cannot_be_served_is_refused_before_weights_load(tmp_path, layout):
         ({**coded, "additional_config": narrow}, "window=200 must be a multiple of 64"),
         ({**coded, "max_model_len": 256}, "window=256 is no less than max-model-len=256"),
         ({**ours, "kv_cache_dtype": "fp8"}, "kv-cache-dtype=fp8"),
-        ({**ours, "tensor_parallel_size": 2}, "tensor-parallel-size=2"),
+        ({**ours, "tensor_parallel_size": 3}, "divisible by tensor parallel size"),
         ({**ours, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative"),
         ({**ours, "kv_offloading_size": 1.0}, "drop --kv-offloading-size"),
         ({**ours, "max_model_len": 160, "additional_config": {"leank": {"mask": str(MASK), "window": 160}}}, "no less"),
