@@ -6,6 +6,7 @@ cache of `kept`, so that vLLM hands every one of them the block table of that gr
 """
 
 import functools
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -16,6 +17,7 @@ from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
@@ -39,6 +41,8 @@ from leank.eval.serving.paged import DeviceStep, PagedAttention, decoding_first
 from leank.eval.serving.prefill import Varlen, batches, plain
 from leank.eval.serving.settings import ServerSettings
 from leank.mask import ChannelMask
+
+logger = init_logger("vllm.leank")  # of whose loggers vLLM shows lines
 
 
 class PageHolder(AttentionLayerBase):
@@ -112,7 +116,10 @@ class PageHolder(AttentionLayerBase):
             self.paged = CodedAttention(self.layout, device, heads, rows, varlen=varlen)
         else:
             self.paged = PagedAttention(self.layout, device, heads, rows, varlen=varlen)
+        logger.info("leank compiles its kernels: %s", self.paged.compiled)
+        begin = time.monotonic()
         self.paged.warm_up(vllm_config.model_config.dtype, vllm_config.model_config.max_model_len)
+        logger.info("leank has compiled its kernels in %.0f s", time.monotonic() - begin)
         self.mean_keys = None if self.mean_keys is None else self.mean_keys.to(device)
 
 

@@ -57,6 +57,7 @@ class PagedAttention:
     start = 24  # what it costs to begin to read, in the unit of costs: here 16 columns of a tile
     page_bytes = 0  # of codes, bytes of 64 tokens
     warps = 4  # of a program
+    compiled = "write, decode and gather by Triton"  # what `warm_up` compiles, for a log
 
     def __init__(
         self,

@@ -6,8 +6,6 @@ cache's kernel in CUDA, `codes.cu`, whose schedule one launch makes for all laye
 run, which `why_triton` says, Triton reads the same pages.
 """
 
-import warnings
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -53,15 +51,18 @@ class CodedAttention(PagedAttention):
         self.why_triton = self._why_triton(layout, device, q_heads)
         if self.why_triton is None:
             programs = programs or codes.per_sm(self.of_warp, layout.head_dim, device) * multiprocessors(device)
-        elif device.type == "cuda":
-            warnings.warn(f"Triton reads the layout of bits, since codes.cu does not: {self.why_triton}", stacklevel=2)
         super().__init__(layout, device, q_heads, rows, programs, varlen)
         self.page_bytes = layout.kept.bytes
         if self.why_triton is None:
             self._make_tables(device)
+            self.compiled = "codes.cu by NVRTC; schedule, write, pack and gather by Triton"
+        else:
+            self.compiled = (
+                f"write, pack, gather and, for minutes, decode by Triton; codes.cu cannot: {self.why_triton}"
+            )
         self.variants = variants.variants(layout.codecs[0].model_heads(layout.head_dim), layout.head_dim)
         self.pages = tuple(variants.page_bytes(one, layout.head_dim, layout.dtype.itemsize) for one in self.variants)
-        self.warps = 8 if self._padded > 16 and 8 * max(self.pages) < SHARED else 4
+        self.warps = 8 if self._padded > 16 and 8 * max(self.pages, default=0) < SHARED else 4
         size = self.programs, PAGE, layout.head_dim
         self._ring = tuple(torch.empty(size, dtype=layout.dtype, device=device) for _ in range(2))
 
@@ -156,7 +157,7 @@ class CodedAttention(PagedAttention):
         numbers = torch.from_numpy(variants.numbers(found, heads))
         some = ~layout.empty(layer)
         bands = torch.cat([torch.from_numpy(heads), numbers[:, None], some[:, None]], 1).int()
-        effort = torch.tensor([variants.effort(one, layout.head_dim) * EFFORT for one in found])[numbers]
+        effort = torch.tensor([variants.effort(one, layout.head_dim) * EFFORT for one in found] or [0.0])[numbers]
         pages = torch.tensor([head.k_bytes + head.v_bytes for head in layout.kept.layers[layer]])
         middle = torch.where(some, (torch.maximum(pages, effort) / UNIT).ceil(), 0)
         ends = torch.full_like(middle, 2 * layout.head_dim * PAGE * layout.dtype.itemsize // UNIT)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from scripts.bench.serving import SURE, Asked, Load, departs, drawn, form, load, loads, parsed, settings
+from scripts.bench.serving_kl import Forced, compared
 from scripts.bench.serving_rivals import layout_like
 
 
@@ -30,6 +31,25 @@ def test_a_layout_for_another_shape_takes_about_as_many_bytes(percent):
     assert torch.equal(made.keep, layout_like(percent, (32, 8, 128)).keep)
     with pytest.raises(ValueError, match="heads of 80 channels"):
         layout_like(percent, (2, 2, 80))
+
+
+def test_a_model_says_what_it_is_told_and_its_own_distributions_are_kept():
+    own = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    logits, forced = iter(own.split(1)), Forced()
+    model = SimpleNamespace(compute_logits=lambda *_: next(logits))
+    forced.patch(model)
+    assert torch.equal(model.compute_logits(None), own[:1])  # nothing to say
+    forced.tokens = [5, 0]
+    assert [int(model.compute_logits(None).argmax()) for _ in range(3)] == [5, 0, int(own[3].argmax())]
+    assert torch.equal(torch.stack(forced.found), own[1:3].log_softmax(-1))
+
+
+def test_the_distance_of_two_distributions_is_their_kl():
+    stock, own = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log(), torch.tensor([[0.5, 0.5], [0.6, 0.4]]).log()
+    figures, kl = compared(own, stock, torch.tensor([0, 1]))
+    assert kl.tolist() == pytest.approx([0, 0.2263], abs=1e-4)  # .9 log 1.5 + .1 log .25
+    assert (figures["kl"], figures["most"], figures["same"]) == pytest.approx((0.11313, 0.2263, 1), abs=1e-4)
+    assert figures["nll"] == pytest.approx(0.8047, abs=1e-4)
 
 
 def reply(tokens, lead):

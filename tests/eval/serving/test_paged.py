@@ -68,11 +68,12 @@ def plainly(layout, layer, pages, q, lengths, kept, rest, scaling):
     return out
 
 
-def compare(seed, lengths, block, group, dim, programs, sizes=(4, 24)):
-    layout = PageLayout.of(a_mask(seed, dim=dim), block, *sizes)
-    pages, kept, rest = served(layout, lengths, seed)
-    paged = PagedAttention(layout, DEVICE, 3 * group, len(lengths), programs)
-    q = torch.randn(len(lengths), 3 * group, dim, generator=torch.Generator().manual_seed(seed)).to(DEVICE, DTYPE)
+def compare(seed, lengths, block, group, dim, programs, sizes=(4, 24), layout=None):
+    layout = layout or PageLayout.of(a_mask(seed, dim=dim), block, *sizes)
+    heads = len(layout.kept.layers[0])
+    pages, kept, rest = served(layout, lengths, seed, heads=heads)
+    paged = PagedAttention(layout, DEVICE, heads * group, len(lengths), programs)
+    q = torch.randn(len(lengths), heads * group, dim, generator=torch.Generator().manual_seed(seed)).to(DEVICE, DTYPE)
     tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     for layer in range(2):
         want = plainly(layout, layer, pages, q, lengths, kept, rest, dim**-0.5)
@@ -92,6 +93,15 @@ def compare(seed, lengths, block, group, dim, programs, sizes=(4, 24)):
 def test_the_kernel_is_the_reference(seed, lengths, block, programs):
     """Rows of any length, some shorter than the sink, some absent; memory that is not theirs is NaN."""
     compare(seed, lengths, block, 2, 64, programs)
+
+
+@pytest.mark.parametrize("hits", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_heads_keep_all_or_nothing_is_read(rank, hits):
+    """And pages of `rest` with as many tokens as fit."""
+    keep = a_mask(5)
+    keep[:, 0], keep[:, 1] = True, False
+    compare(5, [100, 20], 16, 2, 64, 5, layout=PageLayout.of(keep, 16, 4, 24, hits, rank, 3))
 
 
 @pytest.mark.gpu

@@ -42,9 +42,9 @@ def where(request, monkeypatch):
     return request.param
 
 
-def random_tokens(generator, n, dim, group, dtype=DTYPE):
-    k, v = torch.randn(2, n, HEADS, dim, generator=generator).to(DEVICE, dtype)
-    return k, v, torch.randn(n, HEADS * group, dim, generator=generator).to(DEVICE, dtype)
+def random_tokens(generator, n, dim, group, dtype=DTYPE, heads=HEADS):
+    k, v = torch.randn(2, n, heads, dim, generator=generator).to(DEVICE, dtype)
+    return k, v, torch.randn(n, heads * group, dim, generator=generator).to(DEVICE, dtype)
 
 
 def both(
@@ -60,17 +60,21 @@ def both(
     programs=5,
     dtype=DTYPE,
     hits=True,
+    rank=None,
     **bits,
 ):
     """Outputs and pages of the plain step, and those of the step for a GPU.
 
     lengths: positions of each request once the step is done; news: how many of them are new
     generated: numbers of requests that compute a part of their reply again; room: tokens of a batch of chunks
+    rank: of as many as there are heads, None = all heads are here
     bits: of the layout
     """
-    of = CodedLayout.of(layout((1, HEADS, dim), seed, **bits), block, SINK, WINDOW, dtype, hits)
+    ranks = (0, 1) if rank is None else (rank, HEADS)
+    of = CodedLayout.of(layout((1, HEADS, dim), seed, **bits), block, SINK, WINDOW, dtype, hits, *ranks)
+    heads = len(of.kept.layers[0])
     server = Server(of, seed, dtype, DEVICE, pages=600)
-    held = [random_tokens(server.generator, n, dim, group, dtype) for n in lengths]
+    held = [random_tokens(server.generator, n, dim, group, dtype, heads) for n in lengths]
     before = [
         (i, n, *(x[: n - new] for x in held[i]), n - new) for i, (n, new) in enumerate(zip(lengths, news, strict=True))
     ]
@@ -102,7 +106,7 @@ def both(
     ]
     chunks = batches(of, starts, lengths, [i for i in behind if i not in again], room, DEVICE)
     count = torch.tensor([*lengths, *[0] * padding], dtype=torch.int32, device=DEVICE)
-    kernels = CodedAttention(of, DEVICE, HEADS * group, 8, programs)
+    kernels = CodedAttention(of, DEVICE, heads * group, 8, programs)
     DeviceStep(decodes, count, tables, slots, chunks, others).attend(kernels, 0, other, q, k, v, SCALE, got)
     return (want, plain), (got[: len(want)], other)
 
@@ -314,6 +318,13 @@ def test_whole_tokens_lie_in_pages_of_a_few(where, hits):
     assert block < 16
     assert (64 % block == 0) == hits
     compare([420, 30, 390, 257], [1, 1, 70, 3], 3, hits=hits, **bits)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("where", ["here", *ON_DEVICE], indirect=True)
+def test_a_rank_reads_its_heads(rank, where):
+    """The first one's keep nothing."""
+    compare([400, 130, 300], [1, 1, 90], 3, rank=rank)
 
 
 def test_what_the_kernels_cannot_read_is_refused():
