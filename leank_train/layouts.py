@@ -58,6 +58,7 @@ HIGHEST = 0.35  # budget of a step: with more bytes nothing is lost that could b
 NOISE = 1e-4  # nats an answer token; differences below it are not worth learning
 RATE = 0.1  # of all steps together, if single documents moved alpha at random: the noise of the factors
 DRAWS = 4  # of the closed form: labels drawn for each answer token
+SHRINK = 0.02  # share of their mean by which variances grow, so that no basis is nearly singular
 DOCUMENT_SEEDS = 2**32  # times a document's number, added to the run's seed, seeds its draws, whichever rank has it
 
 
@@ -92,13 +93,15 @@ class LayoutStage(Stage):
     rounds = True  # whether the student reads rounded numbers
 
     def __init__(
-        self, backbone: Backbone, config: StageConfig, pruning: PruningConfig, closed: Losses, **more: Any
-    ) -> None:
-        """Start at the losses of the closed form; see `Stage`."""
+        self, backbone: Backbone, config: StageConfig, pruning: PruningConfig, closed: Losses,
+        key_basis: Tensor | None = None, **more: Any,
+    ) -> None:  # fmt: skip
+        """Start at the losses of the closed form in this basis, None = of channels; see `Stage`."""
         (layers, heads, dim), align = backbone.shape, pruning.align
         if config.lr == AUTO:
             config = replace(config, lr=RATE / max(1, config.steps) ** 0.5)
         super().__init__(backbone, config, pruning, torch.full((layers, heads, dim // align + 2), 0.5), **more)
+        self.key_basis = key_basis
         self.closed = Losses(*(losses.detach().double().cpu() for losses in closed))
         keys, values, empty = self.closed
         order, self.blocks = blocks(keys, align)
@@ -198,7 +201,7 @@ class LayoutStage(Stage):
             self.backbone.model, prefix, question, batch.answers.ids, batch.answers.lengths,
             self.widths(self.fills(self.waterline(self.budget()))),
             sink=self.pruning.sink, window=self.pruning.window, empty_heads=self.config.empty_heads,
-            rounds=self.rounds,
+            rounds=self.rounds, key_basis=self.key_basis,
         )  # fmt: skip
 
     def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:
@@ -266,8 +269,8 @@ class CalibrationPass(StoredPass):
     outputs: of each layer its attention, [R, Hq, n, D], and what it would change by without the middle.
     """
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
         self.leaves: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.outputs: list[tuple[Tensor, Tensor]] = []
         self.plain = Plan([p for p in self.plan.pieces if not p.scaled], self.plan.documents)
@@ -291,7 +294,7 @@ class CalibrationPass(StoredPass):
 
 def closed_form(
     config: RunConfig, backbone: Backbone, means: Tensor | None, current: Run | None = None,
-    signals: Signals | None = None,
+    signals: Signals | None = None, key_basis: Tensor | None = None,
 ) -> Losses:  # fmt: skip
     """Return the expected KL to dense, in nats an answer token, that each width costs by itself.
 
@@ -303,6 +306,8 @@ def closed_form(
     Documents are those of the run's tasks, which no step trains on, and which the processes divide among themselves.
     After each one of every process the folder of the run `current` has what was found so far, from which the same
     command goes on, with any number of processes; None keeps nothing. A signal to any process ends all.
+
+    key_basis: [L, H, D, D], in whose coordinates keys are stored; None = in their channels.
     """
     layers, heads, dim = backbone.shape
     device = backbone.model.device
@@ -322,7 +327,7 @@ def closed_form(
                 backbone.model, batch, config.trainer.prefill_kernel, means, config.pruning.sink, division.ranks
             )
             of_one = Losses(*(torch.zeros_like(total) for total in sums))
-            for _ in _second_order(config, backbone, batch, prefix, question, generator, of_one, division):
+            for _ in _second_order(config, backbone, batch, prefix, question, generator, of_one, division, key_basis):
                 meter.update()
             if not counts:
                 for one in of_one:
@@ -336,6 +341,69 @@ def closed_form(
                 write_checkpoint(_kept(current), state | {k: v.cpu() for k, v in sums._asdict().items()})
             division.leave_together(signals, device)
     return Losses(*(total / count for total in sums))
+
+
+def key_bases(current: Run, backbone: Backbone, means: Tensor | None, signals: Signals | None = None) -> Tensor:
+    """Return the basis of every KV head in whose coordinates errors of keys and keys are uncorrelated, [L, H, D, D].
+
+    An error e of a key costs E[(g . e)^2] / 2 = tr(G E[e e^T]) / 2, g as in `closed_form`, G = E[g g^T]. Scales follow
+    the keys of a page, whose covariance is S. In the basis B = G^1/2 U, U the eigenvectors of G^1/2 S G^1/2, G
+    becomes 1 and S diagonal: no basis has a smaller product of the coordinates' variances, which is what high rates
+    cost. Columns have length 1 then, which changes no code.
+
+    Documents are others than those of `closed_form`, for coordinates that were chosen by some documents lose less there
+    than anywhere else. The folder of the run keeps the bases, and the same command reads them.
+    """
+    config, (layers, heads, dim) = current.config, backbone.shape
+    file, cure = current.out / "checkpoints" / "key_basis.ckpt", "remove it, and the bases are found anew"
+    if file.exists():
+        state = read_checkpoint(file, cure)
+        check_origin(state, _origin(current), file, cure)
+        with restoring(file, cure):
+            return state["key_basis"].view(layers, heads, dim, dim)
+    device, count, division = backbone.model.device, config.data.calibration, Division.of(config.trainer)
+    total = torch.zeros(2, layers, heads, dim, dim, dtype=torch.float64, device=device)
+    documents = config.mixture(backbone, per_length=config.data.documents * division.width)
+    none = Losses(*(total.new_zeros(shape) for shape in ((layers, heads, dim), (layers, heads), (layers, heads))))
+    phase = f"bases: in which errors of keys are uncorrelated, from {amount(count, 'document')}"
+    with Meter(phase, count, "document", silent=not division.first) as meter:
+        for i, counts, done in division.rounds(count):
+            batch = collate(backbone, [documents[3 * HELD_OUT + count + i]]).to(device)
+            generator = torch.Generator(device).manual_seed(config.seed + DOCUMENT_SEEDS * (count + i))
+            prefix, question, _ = read(backbone.model, batch, config.trainer.prefill_kernel, means, config.pruning.sink)
+            of_one = torch.zeros_like(total)
+            for _ in _second_order(
+                config, backbone, batch, prefix, question, generator, none, division, None, of_one[0]
+            ):
+                pass
+            for layer, keys in enumerate(prefix.keys):
+                middle = keys[:, :, config.pruning.sink :].double()
+                pages = middle[:, :, : middle.shape[2] // GROUP * GROUP].unflatten(2, (-1, GROUP))
+                apart = (pages - pages.mean(3, keepdim=True)).flatten(2, 3)
+                of_one[1, layer] = (apart.mT @ apart).sum(0)
+            total += of_one * counts
+            meter.update(done - meter.n)
+            division.leave_together(signals, device)
+    division.sum_(total)
+    found = uncorrelated(*total).cpu()
+    if current.first:
+        write_checkpoint(file, {"of": _origin(current), "key_basis": found})
+    return found
+
+
+def uncorrelated(weights: Tensor, keys: Tensor) -> Tensor:
+    """Return B, float32, for which B^-1 weights B^-T and B^T keys B are diagonal; symmetric float64 [..., D, D] all.
+
+    Both count as if their diagonals were larger by `SHRINK` of its mean.
+    """
+    of_errors, of_keys = (
+        x + (SHRINK * x.diagonal(dim1=-2, dim2=-1).mean(-1) + 1e-30)[..., None, None] * torch.eye(x.shape[-1]).to(x)
+        for x in (weights, keys)
+    )
+    values, vectors = torch.linalg.eigh(of_errors)
+    half = (vectors * values.sqrt()[..., None, :]) @ vectors.mT
+    basis = half @ torch.linalg.eigh(half @ of_keys @ half).eigenvectors.flip(-1)
+    return F.normalize(basis, dim=-2, eps=0).float()
 
 
 def _kept(current: Run) -> Path:
@@ -361,19 +429,20 @@ def _go_on(current: Run, sums: Losses) -> int:
 
 def _second_order(
     config: RunConfig, backbone: Backbone, batch: Batch, prefix: Prefix, question: Branch, generator: torch.Generator,
-    losses: Losses, division: Division,
+    losses: Losses, division: Division, key_basis: Tensor | None = None, weights: Tensor | None = None,
 ) -> Iterator[None]:  # fmt: skip
     """Add what the widths cost on one document to the losses, and yield after every pass.
 
     Where processes have a share of the document each, the losses of all together are the document's.
+    weights: [L, H, D, D], to which E[g g^T] of keys is added in place of losses; None = losses.
     """
     model, pruning, answers, (keys, values, empty) = backbone.model, config.pruning, batch.answers, losses
     whole = torch.full((*keys.shape[:2], keys.shape[2] + 2), float(WHOLE), device=keys.device)
     whole[..., -1] = 1  # the last one is no width, but the share of a head that is there
     positions, k_positions = answer_positions(question, answers.ids, answers.lengths)
     state = CalibrationPass(
-        prefix, question, positions, k_positions, whole, pruning.sink, pruning.window, "zero"
-    )  # fmt: skip
+        prefix, question, positions, k_positions, whole, pruning.sink, pruning.window, "zero", key_basis=key_basis
+    )
     hidden = run_decoder(model, answers.ids, to_device(positions, answers.ids.device), state)
     rows = to_device(counted(answers.lengths, hidden.shape[1]).flatten().nonzero().squeeze(1), hidden.device)
     yield
@@ -391,6 +460,9 @@ def _second_order(
             empty[layer] += of_branches.square().sum(0) * factor * division.leads
         for number, ((layer, part), (k, v)) in enumerate(state.leaves.items()):
             d_k, d_v = (x.double() for x in found[2 * number : 2 * number + 2])
+            if weights is not None:
+                weights[layer] += factor * (d_k.mT @ d_k).sum(0)
+                continue
             lacking, counts = (d_k * k.detach()).sum(2), factor * (part == 0 or division.leads)
             if division.ranks is not None and part == 0:
                 dist.all_reduce(lacking, group=division.ranks)
@@ -418,12 +490,14 @@ def _towards_labels(head: Head, hidden: Tensor, generator: torch.Generator) -> T
     return torch.cat(found)
 
 
-def layouts(current: Run, backbone: Backbone, losses: Losses, means: Tensor | None) -> list[ChannelMask]:
+def layouts(
+    current: Run, backbone: Backbone, losses: Losses, means: Tensor | None, basis: Tensor | None = None
+) -> list[ChannelMask]:
     """Return the mask of each budget, with its layout and what a run's masks tell of their origin."""
     pruning = current.config.pruning
     metadata = {**current.origin(backbone), "alignment": pruning.align}
     found = allocate(*losses, pruning.budgets, pruning.align)
     return [
-        ChannelMask(layout.keep, {**metadata, "bytes": budget}, means, layout)
+        ChannelMask(layout.keep, {**metadata, "bytes": budget}, means, layout, basis)
         for layout, budget in zip(found, pruning.budgets, strict=True)
     ]

@@ -146,6 +146,11 @@ class RunConfig(Checked):
             or not (self.stage2.steps + self.stage1.patience or self.stage1.lam != steering.AUTO),
             f"pruning.learns={pruning.learns} needs stage1.lam=auto, stage1.patience=0 and stage2.steps=0",
         )
+        need(
+            pruning.basis == "channels" or (pruning.bytes is not None and self.trainer.sequence_parallel == 1),
+            f"pruning.basis={pruning.basis} is of layouts of bits, from whole documents; set pruning.bytes and "
+            "trainer.sequence_parallel=1, or pruning.basis=channels",
+        )
         elsewhere = self.stage2.steps + self.stage1.patience or self.extra_ratios or 0 in pruning.budgets
         need(
             pruning.bytes is None or not (elsewhere or self.stage1.lam != steering.AUTO),

@@ -72,6 +72,9 @@ class PruningConfig(Checked):
     # what stage 1 learns: the paper's "scores" of channels, or "factors" by which the closed form's losses are wrong
     # (`leank_train.layouts`); a layout of bits always learns factors
     learns: Annotated[str, OneOf("scores", "factors")] = "scores"
+    # what has bits of its own in a layout: K's "channels", or coordinates in a basis of each of the "heads", which the
+    # closed form finds (`leank_train.layouts.key_bases`) and the mask's file holds
+    basis: Annotated[str, OneOf("channels", "heads")] = "channels"
     # a budget, the share of dense's bytes that the middle may take; it makes the run learn a layout of bits
     # (`leank_train.layouts`) and not a mask, so that `ratio` and `rounding` have no effect. None is the paper's way.
     bytes: Annotated[float, Gt(0), Le(1), "it is a share of dense's bytes, e.g. 0.3"] | None = None

@@ -26,7 +26,7 @@ from leank.tensor_files import write_tensors
 from leank.wandb_log import log_results, make_logger
 from leank_train.data import collate
 from leank_train.fitting import best_look, calibrate, fit, memory_advice
-from leank_train.layouts import LayoutStage, Losses, MaskStage, closed_form, layouts
+from leank_train.layouts import LayoutStage, Losses, MaskStage, closed_form, key_bases, layouts
 from leank_train.objective.steering import AUTO, Separation
 from leank_train.replies import with_replies
 from leank_train.run_folder import Run, claimed
@@ -139,8 +139,11 @@ def train_layouts(
     """Learn a layout of bits for each budget, or with stage1.steps=0 take the closed form's; see `run`."""
     config, out = current.config, current.out
     with memory_advice("in the closed form", "data.max_length"):
-        closed = closed_form(config, backbone, means, current, signals)
-    stage = LayoutStage(backbone, config.stage1, config.pruning, closed, parallel=config.trainer, mean_keys=means)
+        basis = key_bases(current, backbone, means, signals) if config.pruning.basis == "heads" else None
+        closed = closed_form(config, backbone, means, current, signals, basis)
+    stage = LayoutStage(
+        backbone, config.stage1, config.pruning, closed, basis, parallel=config.trainer, mean_keys=means
+    )
     record = fit(current, stage, "stage1", logger, signals)
     if current.alone:
         signals.leave_at_once()
@@ -148,7 +151,7 @@ def train_layouts(
     path = stage.path.detach().cpu().contiguous()
     if current.first:
         write_tensors(out / "alpha.safetensors", {"path": path})
-    masks = save_layouts(current, backbone, stage.losses() if learned else closed, closed, means)
+    masks = save_layouts(current, backbone, stage.losses() if learned else closed, closed, means, basis)
     mask = masks[MASK]
     metrics: Metrics = {
         **counted(mask), "bytes": mask.middle_bytes,
@@ -268,17 +271,17 @@ def save_masks(
 
 
 def save_layouts(
-    current: Run, backbone: Backbone, losses: Losses, closed: Losses, means: Tensor | None
+    current: Run, backbone: Backbone, losses: Losses, closed: Losses, means: Tensor | None, basis: Tensor | None
 ) -> dict[str, ChannelMask]:
     """Write the masks of all budgets, and beside learned ones the closed form's, and equal bits, in the first process.
 
-    losses: of the layouts; closed: of the closed form, the same ones if nothing was learned.
+    losses: of the layouts; closed: of the closed form, the same ones if nothing was learned; basis: of both.
     Returns those that the verdict compares, by name; `MASK` has the budget `pruning.bytes`.
     """
     pruning, found = current.config.pruning, {}
     for losses_of, first, name in ((losses, MASK, "layout"), (closed, CLOSED_FORM, CLOSED_FORM)):
         if first == MASK or losses is not closed:
-            for budget, mask in zip(pruning.budgets, layouts(current, backbone, losses_of, means), strict=True):
+            for budget, mask in zip(pruning.budgets, layouts(current, backbone, losses_of, means, basis), strict=True):
                 found[first if budget == pruning.bytes else f"{name}_{100 * budget:.12g}pct"] = mask
     metadata = {key: value for key, value in found[MASK].metadata.items() if key != "bytes"}
     for bits in VALUE_BITS[:3]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
+from leank.basis import check_basis
 from leank.data_gen.task import LONGEST
 from leank.eval.cache.fingerprint import model_digest
 from leank.eval.cache.layer import CompressedLayer, State
@@ -31,7 +32,7 @@ from leank.precision import Precision
 from leank.tensor_files import DIGEST, DamagedFile, digest, read_tensors, write_tensors
 from leank.typed import Checked, typed
 
-FORMAT = "leank-cache-9"  # the name of the header in the file's metadata
+FORMAT = "leank-cache-10"  # the name of the header in the file's metadata
 CURE = "copy it again, or make it anew with save()"
 
 
@@ -106,7 +107,8 @@ def _compressed(layer: CompressedLayer) -> dict[str, Tensor]:
         tensors["joins"] = middle.joins.bool()
     if isinstance(middle.bits, Banded):
         tensors |= middle.bits.widths()
-    return tensors if middle.center is None else {**tensors, "center": middle.center.float()}
+    more = {"center": middle.center, "key_basis": middle.key_basis}
+    return tensors | {name: tensor.float() for name, tensor in more.items() if tensor is not None}
 
 
 def _sliding(layer: Any) -> dict[str, Tensor]:
@@ -150,6 +152,8 @@ class Saved:
             if banded:
                 bits = (torch.stack([self.layers[i][name] for i in banded]) for name in ("key_bits", "value_bits"))
                 layouts.update(zip(banded, codecs(Precision(*bits)), strict=True))
+            if bases := [own["key_basis"] for own in self.layers if "key_basis" in own]:
+                check_basis(torch.stack(bases))
             self.middles = [
                 Middle(
                     own.get("channels"),
@@ -157,6 +161,7 @@ class Saved:
                     own.get("joins"),
                     Packing(*pages) if pages else layouts.get(i),
                     center=own.get("center"),
+                    key_basis=own.get("key_basis"),
                 )
                 for i, (own, pages) in enumerate(zip(self.layers, self.header.packing, strict=True))
             ]
@@ -182,6 +187,7 @@ class Saved:
             "center": (mask.mean_keys, "mean keys"),
             "key_bits": (keys, "bits of K"),
             "value_bits": (values, "bits of V"),
+            "key_basis": (mask.key_basis, "bases of K"),
         }
         for name, (theirs, what) in wanted.items():
             for i in self.compressed:

@@ -144,6 +144,7 @@ class Method(Checked):
         channels = None if self.channels is None else self.channels.keep_mask(prefill, config)
         values = None if self.channels is None else self.channels.keep_value_mask(prefill, config)
         means = None if self.channels is None else self.channels.mean_keys()
+        bases = None if self.channels is None else self.channels.key_basis()
         layout = self.layout()
         codecs: list[Codec | None] = [None] * len(prefill.layers)
         if layout is not None:
@@ -162,6 +163,7 @@ class Method(Checked):
                 if self.tokens is not None and isinstance(layer, PromptLayer)
                 else None,
                 center=None if means is None else means[index],
+                key_basis=None if bases is None else bases[index],
             )
             for index, layer in enumerate(prefill.layers)
         ]

@@ -96,6 +96,7 @@ def planned(args: argparse.Namespace) -> str:
     settings = ServerSettings.find({"leank": {"mask": args.mask}})
     assert settings is not None
     mask = ChannelMask.load(args.mask)
+    mask.refuse_basis("the vLLM plug-in")
     block = args.block or (32 if mask.precision is None else PAGE)
     server = Server(args.memory * 2**30, args.longest, args.step, block, args.itemsize, not args.no_hits, args.ranks)
     stock, pruned = server.stock(mask.keep), server.pruned(mask, settings.sink, settings.window)
