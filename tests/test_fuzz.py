@@ -35,7 +35,7 @@ from tests import ROOT
 from tests.helpers import composed
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))  # how many to try, each time others; 0: the same 250
-MASK = str(ROOT / "leank_train/assets/reference/mask_70pct.safetensors")
+MASK = str(ROOT / "models/reference/mask_70pct.safetensors")
 OF_CACHE = {key: get_type_hints(Method, include_extras=True)[key] for key in CACHE_SETTINGS}
 SMALL = {
     "ruler": {"tasks": ["niah_single_1"], "lengths": [1024], "samples": 3},

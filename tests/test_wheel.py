@@ -60,11 +60,12 @@ def test_the_top_level_is_ours_alone(wheel):
 
 def test_every_file_of_the_packages_is_in_it(wheel):
     """Code, configurations and texts; the models' weights are a package of their own."""
-    tracked = subprocess.check_output(["git", "ls-files", "leank", "leank_train", *PACKAGES], cwd=ROOT, text=True)
+    ours = ("leank", "leank_train", "models/masks", *PACKAGES)
+    tracked = subprocess.check_output(["git", "ls-files", *ours], cwd=ROOT, text=True)
     kinds = (".py", ".cu", ".yaml", ".json", ".txt", ".safetensors", ".pth")
-    left_out = re.compile(r"assets/reference|smollm2/.*_seed\d[23]\.")  # models, and all seeds but one
+    left_out = re.compile(r"smollm2/.*_seed\d[23]\.")  # all seeds but one
     wanted = {name for name in tracked.split("\n") if name.endswith(kinds) and not left_out.search(name)}
-    inside = {f"leank/{name}" if name.startswith(PACKAGES) else name for name in wanted}
+    inside = {f"leank/{name}" if name.startswith(PACKAGES) else name.replace("models/", "leank/") for name in wanted}
     with zipfile.ZipFile(wheel) as archive:
         assert len(inside) > 300
         assert inside <= {*archive.namelist()}
@@ -78,7 +79,7 @@ def test_commands_show_their_help_beside_folders_of_the_same_names(hostile):
 
 
 def test_masks_of_the_reference_models_are_found_by_their_path_in_a_checkout(hostile):
-    found = "from leank.shipped import located; print(located('leank_train/assets/reference/mask_70pct.safetensors'))"
+    found = "from leank.shipped import located; print(located('models/reference/mask_70pct.safetensors'))"
     assert hostile("-c", found).strip() == str(ROOT / "models/leank_models/reference/mask_70pct.safetensors")
 
 
@@ -157,7 +158,7 @@ def test_a_fresh_environment_has_all_that_a_plain_installation_needs(wheel, tmp_
 def test_an_evaluation_runs_beside_folders_of_the_same_names(hostile):
     hostile(
         "-m", "leank.eval", "model=reference", "benchmark=niah", "method=[dense,leank]",
-        "mask=leank_train/assets/reference/mask_70pct.safetensors", "benchmark.lengths=[256]", "benchmark.count=1",
+        "mask=models/reference/mask_70pct.safetensors", "benchmark.lengths=[256]", "benchmark.count=1",
         "benchmark.depths=[50]", "cache={sink: 4, window: 32, flush: 32}", "hydra.run.dir=run",
     )  # fmt: skip
     rows = hostile("-c", "print(open('run/results.jsonl').read())").split("\n")

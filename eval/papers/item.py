@@ -1,7 +1,7 @@
 """What an item of a paper is: a numbered figure or table, the command lines that make it, and checks of its claim.
 
-conf/papers has one YAML file a paper. Under `steps` it names the command lines that several items share, under `items`
-it lists every figure and table of the paper.
+Each paper has a YAML file beside this one: under `steps` the command lines that several items share, under `items`
+every figure and table of the paper.
 """
 
 import re
@@ -28,7 +28,7 @@ CONTRAST = re.compile(
 
 
 class Data(BaseModel):
-    """Base of what conf/papers holds: nothing in it is unknown, and nothing changes."""
+    """Base of what a paper's file holds: nothing in it is unknown, and nothing changes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
@@ -158,7 +158,7 @@ class Item(Data):
 def _items() -> dict[str, Item]:
     found = {}
     for paper in PAPERS:
-        text = files("leank.conf").joinpath("papers", f"{paper}.yaml").read_text(encoding="utf-8")
+        text = files("leank.eval.papers").joinpath(f"{paper}.yaml").read_text(encoding="utf-8")
         for place, given in yaml.safe_load(text)["items"].items():
             found[f"{paper}:{place}"] = Item(id=f"{paper}:{place}", **given)
     return found

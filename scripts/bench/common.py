@@ -24,7 +24,7 @@ from leank.eval.cache.storage.store import Store
 from leank.files import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
-MASKS = ROOT / "leank_train/assets/masks/published"
+MASKS = ROOT / "models/masks/published"
 LLAMA, QWEN = "llama3.1-8b-instruct.pth", "qwen2.5-7b-instruct.pth"
 DIM, DTYPE = 128, torch.bfloat16  # of a head of either model, and of its cache
 ROOM = 16  # tokens that a cache has room for beside the prompt and the timed steps
@@ -58,7 +58,7 @@ def subject(shape: str) -> tuple[PreTrainedModel, Path, Sizes]:
     if shape == "reference":
         from leank.eval.inference.models import ModelConfig, load_model
 
-        return load_model(ModelConfig()), ROOT / "leank_train/assets/reference/mask_70pct.safetensors", Sizes(16, 144)
+        return load_model(ModelConfig()), ROOT / "models/reference/mask_70pct.safetensors", Sizes(16, 144)
     if not torch.cuda.is_available():
         raise SystemExit("--shape llama8b needs a GPU; --shape reference runs on a CPU")
     return llama8b("cuda"), MASKS / LLAMA, Sizes()

@@ -1,13 +1,13 @@
 """Tokenizers of three kinds, made on the spot: what the data generators must be exact with."""
 
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from leank.data_gen import haystack
+from leank.shipped import resolve
 
 KINDS = ("reference", "gpt4", "sentencepiece")
 # words with one character before them, numbers by three, and line ends that join the punctuation before them
@@ -25,7 +25,7 @@ _CHAT = (
 def tokenizer(kind: str) -> Any:
     """One of `KINDS`: the reference model's, a byte-level BPE split like GPT-4's, a Unigram model on "▁" words."""
     if kind == "reference":
-        return AutoTokenizer.from_pretrained(str(files("leank_train") / "assets" / "reference"))
+        return AutoTokenizer.from_pretrained(resolve("reference"))
     text = [*haystack.sentences(None, "train")[:3000], *(haystack.NOISE_LINE + "\n" for _ in range(50))]
     if kind == "gpt4":
         bpe = Tokenizer(models.BPE())

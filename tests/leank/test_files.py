@@ -206,7 +206,7 @@ def test_scores_have_a_digest_and_the_same_bytes(tmp_path):
 
 
 def test_the_masks_in_the_repository_have_a_digest():
-    assets = ROOT / "leank_train/assets"
+    assets = ROOT / "models"
     found = [*assets.glob("*/mask_*"), *assets.glob("masks/**/*.safetensors")]
     assert len(found) > 100
     with warnings.catch_warnings():
@@ -219,7 +219,7 @@ def test_the_masks_in_the_repository_have_a_digest():
 @pytest.mark.parametrize("kind", ["bits", "closed_form"])
 @pytest.mark.parametrize("seed", [41, 42, 43])
 def test_layouts_in_the_repository_are_nested_and_within_their_budgets(kind, seed):
-    folder = ROOT / "leank_train/assets/masks/smollm2" / kind
+    folder = ROOT / "models/masks/smollm2" / kind
     masks = {path.name: ChannelMask.load(path) for path in sorted(folder.glob(f"*_seed{seed}.safetensors"))}
     assert [*masks] == [f"{budget}pct_seed{seed}.safetensors" for budget in (10, 15, 20, 25, 31)]
     for name, mask in masks.items():

@@ -25,7 +25,7 @@ from tests import ROOT
 from tests.conftest import tiny_model
 from tests.helpers.families import build, trained
 
-PUBLISHED = ROOT / "leank_train/assets/masks/published"
+PUBLISHED = ROOT / "models/masks/published"
 scores = st.builds(
     lambda seed, shape, levels: (
         torch.randint(0, levels, shape, generator=torch.Generator().manual_seed(seed)).double() / levels

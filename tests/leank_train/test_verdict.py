@@ -2,7 +2,6 @@
 
 import json
 import re
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from leank.eval.run.job import Job
 from leank.eval.run.replay import Settings
 from leank.mask import ChannelMask
 from leank.shape import DecoderShape, kv_shape
-from leank.shipped import SHIPPED
+from leank.shipped import SHIPPED, resolve
 from leank_train.data import HELD_OUT, collate
 from leank_train.settings import check
 from leank_train.stages import Stage1
@@ -146,7 +145,7 @@ def test_a_run_writes_its_verdict_and_a_doubted_mask_warns_when_it_is_loaded(mod
             assert ChannelMask.load(tmp_path / file).metadata["heldout_documents"] == found["documents"]
 
 
-FOLDERS = {name: Path(str(files("leank_train"))) / "assets" / name for name in SHIPPED}
+FOLDERS = {name: Path(resolve(name)) for name in SHIPPED}
 MASKS = [(name, mask.name) for name, folder in FOLDERS.items() for mask in sorted(folder.glob("mask_*"))]
 
 

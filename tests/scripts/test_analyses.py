@@ -292,7 +292,7 @@ def test_a_model_adds_think_at_the_masks_ratio():
 @pytest.mark.parametrize(("name", "peak"), [("llama3.1-8b", 22), ("qwen2.5-7b", 31)])
 def test_published_masks_peak_where_the_paper_says(name, peak):
     """Section 5.1: among the high-frequency half, pair 22 of Llama and pair 31 of Qwen stand out."""
-    mask = ChannelMask.from_official(ROOT / f"leank_train/assets/masks/published/{name}-instruct.pth")
+    mask = ChannelMask.from_official(ROOT / f"models/masks/published/{name}-instruct.pth")
     rows = only(kept_by_pair(Source(mask=mask)), layer=None)
     shares = torch.tensor([one["value"] for one in rows])
     assert int(shares[: len(shares) // 2].argmax()) == peak
@@ -324,7 +324,7 @@ def test_high_frequencies_of_empty_heads():
 
 def test_the_published_mask_of_qwen():
     """Appendix M: 43% of the empty heads lie in the first five layers."""
-    mask = ChannelMask.from_official(ROOT / "leank_train/assets/masks/published/qwen2.5-7b-instruct.pth")
+    mask = ChannelMask.from_official(ROOT / "models/masks/published/qwen2.5-7b-instruct.pth")
     rows = empty_heads(Source(mask=mask))
     assert only(rows, measure="empty", layer=None)[0]["value"] == 35
     assert only(rows, measure="empty_in_first")[0]["value"] == pytest.approx(0.43, abs=0.005)

@@ -1,4 +1,4 @@
-"""Items of conf/papers: what one runs, whether its rows are what the paper says, and how its page is made."""
+"""Items of eval/papers: what one runs, whether its rows are what the paper says, and how its page is made."""
 
 import re
 from pathlib import Path

@@ -26,7 +26,7 @@ from tests.helpers.composed import evaluation
 CONF = ROOT / "conf" / "eval"
 REFERENCE = (7, 4, 64)
 THINK = {"tokens": {"name": "snapkv"}, "channels": {"name": "think"}, "sink": 0, "window": 32}  # of `each`
-MASK = "leank_train/assets/reference/mask_70pct.safetensors"
+MASK = "models/reference/mask_70pct.safetensors"
 
 
 @pytest.fixture(scope="module")

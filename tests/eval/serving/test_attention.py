@@ -125,7 +125,7 @@ def test_what_cannot_be_laid_out_is_refused(keep, block, words):
 
 
 def test_pages_of_the_reference_mask_waste_little():
-    mask = ChannelMask.load(ROOT / "leank_train/assets/reference/mask_70pct.safetensors")
+    mask = ChannelMask.load(ROOT / "models/reference/mask_70pct.safetensors")
     layout = PageLayout.of(mask.keep, 32, 16, 144)
     assert layout.kept.columns == 1408  # 1,376 channels and values; two layers are rounded up to 32 columns
     assert layout.rest.block == 16

@@ -21,7 +21,7 @@ from leank.mask import ChannelMask
 from tests import ROOT
 from tests.helpers.layouts import layout_mask, random_bases
 
-MASK = ROOT / "leank_train/assets/reference/mask_70pct.safetensors"
+MASK = ROOT / "models/reference/mask_70pct.safetensors"
 
 
 def test_nothing_is_served_without_a_mask():
@@ -49,7 +49,7 @@ def test_layouts_in_bases_are_refused_by_name(tmp_path):
         page_layout(mask, 64, 64, 256, torch.bfloat16)
 
 
-LAYOUT = ROOT / "leank_train/assets/masks/smollm2/bits/20pct_seed41.safetensors"
+LAYOUT = ROOT / "models/masks/smollm2/bits/20pct_seed41.safetensors"
 
 
 def test_layouts_of_bits_have_whole_pages_at_both_ends():

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, in an environment of its own: make vllm-test"),
 ]
-REFERENCE = ROOT / "leank_train/assets/reference"
+REFERENCE = ROOT / "models/reference"
 MASK = REFERENCE / "mask_70pct.safetensors"
 REQUESTS = ("--requests", "16")
 

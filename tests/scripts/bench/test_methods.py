@@ -91,7 +91,7 @@ def test_a_pass_that_is_left_for_good_holds_nothing(passed):
 def test_what_a_row_will_hold_is_known_before_it_decodes(name):
     """The bytes by which the largest batch is guessed are those of a cache that has decoded as many tokens."""
     model, (config, tokenizer) = load_model(ModelConfig()), load_config(ModelConfig())
-    mask = ROOT / "leank_train/assets/reference/mask_70pct.safetensors"
+    mask = ROOT / "models/reference/mask_70pct.safetensors"
     method = methods.configured([name], "reference", mask, Sizes(16, 144), config, tokenizer)[0]
     bench = methods.Bench(Replay(model, tokenizer, Settings()), 2)
     bench.replay.calibrate([method])
@@ -119,7 +119,7 @@ def test_every_method_has_its_rows(tmp_path):
 def test_every_method_is_configured():
     """Every choice of the registry is measured; by_length hands on to another choice."""
     config, tokenizer = load_config(ModelConfig())
-    mask = ROOT / "leank_train/assets/reference/mask_70pct.safetensors"
+    mask = ROOT / "models/reference/mask_70pct.safetensors"
     names = methods.every_method()
     given = ([*names, "papers/kivi4_think"], "reference", mask, Sizes(16, 144), config, tokenizer)
     found = methods.configured(*given, ["+method.asl.each={prefill:{layer:[3,4]}}"])
