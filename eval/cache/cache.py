@@ -27,9 +27,10 @@ from leank.eval.cache.conversation import Conversation, decoder_of, listen
 from leank.eval.cache.generate import generate
 from leank.eval.cache.graph import KeptSteps
 from leank.eval.cache.hook import ATTENTION
-from leank.eval.cache.layer import CompressedLayer, State, StateLayer
+from leank.eval.cache.layer import CompressedLayer, State
 from leank.eval.cache.memory import Memory, measure
 from leank.eval.cache.saved import Saved, save
+from leank.eval.cache.states import StateLayer
 from leank.eval.cache.storage import banded
 from leank.eval.cache.storage.channels import MaskLike, layer_masks
 from leank.eval.cache.storage.middle import Middle

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer
 
 from leank.data_gen.amount import amount
 from leank.eval.cache.attention import dense
 from leank.eval.cache.attention.backend import BackendChoice
 from leank.eval.cache.attention.batched import Plain
 from leank.eval.cache.attention.softmax import PLAIN, Softmax
+from leank.eval.cache.prompt import PromptRoom
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Addresses, Store
@@ -388,20 +389,6 @@ class CompressedLayer(DynamicLayer):
         self._select(rows[indices.to(rows.device)])
 
 
-class PromptRoom:
-    """K and V of a prompt that comes in chunks, in buffers that are made once."""
-
-    def __init__(self, k: Tensor, v: Tensor, columns: int) -> None:
-        """Make room for `columns` tokens of the batch, heads and dtypes of k and v [B, H, n, D]."""
-        self.k, self.v = (x.new_empty(*x.shape[:2], columns, x.shape[3]) for x in (k, v))
-
-    def put(self, k: Tensor, v: Tensor, at: int) -> tuple[Tensor, Tensor]:
-        """Write k, v [B, H, n, D] from column `at` on; returns K and V up to their end."""
-        end = at + k.shape[2]
-        self.k[:, :, at:end], self.v[:, :, at:end] = k, v
-        return self.k[:, :, :end], self.v[:, :, :end]
-
-
 def pieces(store: Store, new: int) -> Iterator[slice]:
     """Pieces of `new` columns to append and attend at once, so that each token finds what it would if all came singly.
 
@@ -415,39 +402,3 @@ def pieces(store: Store, new: int) -> Iterator[slice]:
         last = first + (1 if single else max(1, free))
         yield slice(first, min(new, last))
         first = last
-
-
-class StateLayer(LinearAttentionLayer):
-    """The layer of transformers, in a cache that serves one batch after another and whose rows can be repeated."""
-
-    @property
-    def states(self) -> list[Tensor]:
-        """All tensors held."""
-        return [x for x in (*self.conv_states.values(), *self.recurrent_states.values()) if x is not None]
-
-    def reset(self) -> None:
-        """Make the layer new, for a batch of any size."""
-        self.__init__(self.number_of_states)  # type: ignore[misc]
-
-    def _rows(self) -> Tensor:
-        return torch.arange(len(self.states[0]) if self.states else 0)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times."""
-        self.reorder_cache(self._rows().repeat_interleave(repeats))  # type: ignore[arg-type]
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows that `indices`, numbers or bool, select."""
-        rows = self._rows()
-        self.reorder_cache(rows[indices.to(rows.device)])  # type: ignore[arg-type]
-
-    def activate_past_recording(self) -> Never:
-        """Raise ValueError: assisted decoding takes tokens back, and a state has no tokens."""
-        raise ValueError(
-            "assisted decoding takes tokens back, and the linear attention of this model cannot; call generate() "
-            "without an assistant"
-        )
-
-    def crop(self, tokens_to_remove: int) -> Never:
-        """Raise ValueError; see `activate_past_recording`."""
-        self.activate_past_recording()

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from leank.eval.cache.attention.batched import Plain
-from leank.eval.cache.layer import CompressedLayer, StateLayer
+from leank.eval.cache.layer import CompressedLayer
+from leank.eval.cache.states import StateLayer
 from leank.eval.cache.storage import banded
 from leank.eval.cache.storage.channels import MaskLike, layer_masks
 from leank.eval.cache.storage.codecs import PageCodec, RecordSegment

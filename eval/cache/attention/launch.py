@@ -141,7 +141,7 @@ class Kernel(OnGPU[LaunchPlan]):
 
     def evict(self, store: Store) -> None:
         policy = store.eviction
-        choice = None if policy is None else policy.chosen(store.prompt, store.tail, *store.ends(), kernel=True)
+        choice = None if policy is None else policy.chosen_on_gpu(store.prompt, store.tail, *store.ends())
         if policy is not None and choice is not None:
             room = self.prepare(store).room
             assert room is not None

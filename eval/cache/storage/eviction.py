@@ -58,13 +58,12 @@ class Eviction(ABC):
         self.scores = weights + pad(decay * self.scores, (0, most - self.scores.shape[-1]))
 
     @abstractmethod
-    def chosen(
-        self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray, kernel: bool = False
-    ) -> Choice | None:
-        """Which tokens of the middle, prompt and tail, stay, None = all; sink, window: [B], tokens held.
+    def chosen(self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray) -> Choice | None:
+        """Which tokens of the middle, prompt and tail, stay, None = all; sink, window: [B], tokens held."""
 
-        kernel: whether Triton may choose; all of the middle is in the tail then
-        """
+    @abstractmethod
+    def chosen_on_gpu(self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray) -> Choice | None:
+        """What `chosen` returns, by Triton; all of the middle is in the tail."""
 
     def forget_moved(self, gone: np.ndarray, first: np.ndarray) -> None:
         """Drop, in place, the scores of `gone` [B, H] tokens from `first` [B, H] on, which no middle took."""
@@ -128,18 +127,20 @@ class HeavyHitters(Eviction):
         """Whether the scores decay; sums of attention are the same however many tokens come at once."""
         return self.decay != 1
 
-    def chosen(
-        self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray, kernel: bool = False
-    ) -> Choice | None:
+    def chosen_on_gpu(self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray) -> Choice | None:
+        from leank.eval.cache.storage.kernels.choosing import heaviest
+
+        middle = prompt.length + tail.length
+        if (middle <= self.heavy).all():
+            return None
+        ranked = self.launched(prompt, tail, int(sink.max()), int(middle.max()))
+        return Choice(heaviest(ranked, tail.length_dev, self.heavy), np.minimum(middle, self.heavy))
+
+    def chosen(self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray) -> Choice | None:
         middle = prompt.length + tail.length
         if (middle <= self.heavy).all():
             return None
         first, most = int(sink.max()), int(middle.max())
-        if kernel:
-            from leank.eval.cache.storage.kernels.choosing import heaviest
-
-            ranked = self.launched(prompt, tail, first, most)
-            return Choice(heaviest(ranked, tail.length_dev, self.heavy), np.minimum(middle, self.heavy))
         ranked = self.ranking(prompt, tail, first)[..., first : first + most]
         own = torch.arange(most, device=ranked.device) < upload(middle, ranked.device)[..., None]
         stay = largest(ranked.masked_fill(~own, -torch.inf), self.heavy)
@@ -154,7 +155,7 @@ class HeavyHitters(Eviction):
         return self.scores
 
     def launched(self, prompt: Segment, tail: Segment, sink: int, most: int) -> Tensor:
-        """What `most` tokens of a middle are ranked by, [B, H, most], where Triton may run; see `ranking`."""
+        """What `most` tokens of a middle are ranked by on a GPU, [B, H, most]; see `ranking`."""
         return self.ranking(prompt, tail, sink)[..., sink : sink + most]
 
 

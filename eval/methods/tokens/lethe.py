@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Self
 
 import numpy as np
@@ -101,9 +103,17 @@ class Rounds(Eviction):
     def quiet(self, held: np.ndarray) -> int:
         return int((self.evict_at + 1 - held.max(1)).min())
 
-    def chosen(
-        self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray, kernel: bool = False
-    ) -> Choice | None:
+    def chosen(self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray) -> Choice | None:
+        return self._choose(self._chosen, prompt, tail, sink, window)
+
+    def chosen_on_gpu(self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray) -> Choice | None:
+        return self._choose(partial(self._launched, tail.length_dev), prompt, tail, sink, window)
+
+    def _choose(
+        self, rounds: Callable[..., tuple[Tensor, np.ndarray]], prompt: Segment, tail: Segment, sink: np.ndarray,
+        window: np.ndarray,
+    ) -> Choice | None:  # fmt: skip
+        """What stays after the rounds that are due, None = all; rounds: what `_chosen` is."""
         middle = prompt.length + tail.length
         most = middle.max(1)
         held = sink + most + window
@@ -111,10 +121,7 @@ class Rounds(Eviction):
         if not len(due):
             return None
         at = held[due], sink[due], window[due]
-        if kernel:
-            stay, stays = self._launched(due, tail.length_dev, int(most.max()), *at)
-        else:
-            stay, stays = self._chosen(due, middle, *at)
+        stay, stays = rounds(due, middle, *at)
         left = middle.copy()
         left[due] = np.minimum(middle[due], stays[:, None])
         return None if (left == middle).all() else Choice(stay, left)
@@ -135,15 +142,16 @@ class Rounds(Eviction):
         return stay, (of_rows & (token < upload(length, device)[:, None])).sum(1).cpu().numpy()
 
     def _launched(
-        self, due: np.ndarray, length: Tensor, most: int, held: np.ndarray, sink: np.ndarray, window: np.ndarray
-    ) -> tuple[Tensor, np.ndarray]:
-        """What `_chosen` returns, in one launch; length: int64 [B, H] on the device, most: tokens of a middle."""
+        self, length: Tensor, due: np.ndarray, middle: np.ndarray, held: np.ndarray, sink: np.ndarray,
+        window: np.ndarray,
+    ) -> tuple[Tensor, np.ndarray]:  # fmt: skip
+        """What `_chosen` returns, in one launch; length: int64 [B, H], `middle` on the device."""
         from leank.eval.methods.kernels.lethe import rounds
 
         settings = self.settings
         recent = (settings.recent_ratio * held).astype(np.int64)
         numbers = np.stack([due, held, sink, recent, *bounds(settings, sink, window)], 1)
-        stay, found, stays = rounds(self.scores, length, numbers, most, settings)
+        stay, found, stays = rounds(self.scores, length, numbers, int(middle.max()), settings)
         self._take(due, found, held)
         return stay, stays
 

@@ -357,7 +357,7 @@ def check_round(options, lengths, heads, different, sink, window, seed):
     at = held[due], np.full(len(due), sink), np.full(len(due), window)
     stay, stays = slow._chosen(due, middle, *at)
     length = torch.tensor(middle, device=DEVICE)
-    found = fast._launched(due, length, int(middle.max()), *at)
+    found = fast._launched(length, due, middle, *at)
     own = torch.arange(stay.shape[-1], device=DEVICE) < length[..., None]
     assert torch.equal(found[0] & own, stay & own)
     assert found[1].tolist() == stays.tolist()
