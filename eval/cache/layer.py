@@ -2,7 +2,7 @@
 
 `update()` only appends and returns the layer itself in place of the keys; the attention function registered in
 eval.cache.hook then calls `attend()`. The first call is the whole prompt (or the chunks that `expect` announced): it
-is attended densely, then sealed.
+is attended densely, then compressed.
 """
 
 import math
@@ -45,7 +45,7 @@ class CompressedLayer(DynamicLayer):
 
     middle: how the middle is kept; sizes: sink, window and flush, in tokens
     choice: chooses the backend when the first query comes after the prompt
-    store: what a sealed layer holds, None before; until then the prompt lies in `keys` and `values`
+    store: what a compressed layer holds, None before; until then the prompt lies in `keys` and `values`
     beside_states: whether other layers of the model have linear attention, which cannot pass over all padding
     """
 
@@ -61,14 +61,14 @@ class CompressedLayer(DynamicLayer):
 
     def _clear(self) -> None:
         self.is_initialized = self._open = False
-        self.keys = self.values = None  # the prompt until it is sealed, then the tokens that await attend()
+        self.keys = self.values = None  # the prompt until it is compressed, then the tokens that await attend()
         self.store: Store | None = None
         self.backend: Plain | None = None  # what runs over the store, once a query has come
         self._columns = 0  # logical length, padding included
         self._expected = 0  # columns of a prompt that comes in chunks
-        self._real: Tensor | None = None  # [B, columns] of an unsealed prompt
+        self._real: Tensor | None = None  # [B, columns] of an uncompressed prompt
         self._room: PromptRoom | None = None  # where an announced prompt is collected
-        self.ended_at = -1  # columns of a prompt that came unannounced, once it is sealed
+        self.ended_at = -1  # columns of a prompt that came unannounced, once it is compressed
         self._ends_padded = False  # whether padding stands behind the last token of a row; known beside states alone
 
     if not TYPE_CHECKING:
@@ -229,7 +229,7 @@ class CompressedLayer(DynamicLayer):
             self._settle()
         return out
 
-    def seal(
+    def compress(
         self,
         k: Tensor,
         v: Tensor,
@@ -245,13 +245,13 @@ class CompressedLayer(DynamicLayer):
         """
         if self._columns:
             held = amount(self._columns, "token")
-            raise RuntimeError(f"seal() takes the place of the prompt; this layer already holds {held}")
+            raise RuntimeError(f"compress() takes the place of the prompt; this layer already holds {held}")
         self.lazy_initialization(k, v)
         self._columns = k.shape[2] if columns is None else columns
         self._begin(k.to(self.dtype), v.to(self.dtype), real, tokens, scores)
 
     def resume(self, store: Store, columns: int) -> None:
-        """Go on from the store of a prompt of `columns` columns that was sealed before (`eval.cache.saved`)."""
+        """Go on from the store of a prompt of `columns` columns that was compressed before (`eval.cache.saved`)."""
         self.lazy_initialization(store.ring_k, store.ring_v)
         self.store, self._columns = store, columns
 
@@ -260,7 +260,7 @@ class CompressedLayer(DynamicLayer):
         self.store = Store(k, v, real, self.middle, self.sizes, *of_prompt)
 
     def _settle(self) -> None:
-        """Seal a finished prompt, or move tokens that are due out of the window."""
+        """Compress a finished prompt, or move tokens that are due out of the window."""
         if self.store is not None:
             self._flush(self.store)
         elif self.keys is not None and self._columns >= self._expected:

@@ -32,7 +32,7 @@ class Memory:
     extra: what reads, eviction and codes keep of the prompt: bounds, scores, norms
     tables: indices, lengths, schedules, and the mask, which the layers share
     slack: room that is not filled yet
-    other: layers that are not compressed, and prompts that are not sealed yet
+    other: layers that are not compressed, and prompts that are not compressed yet
     dense: bytes of a dense cache of the same tokens, padding not counted, 0 = not known; no part of `total`
     """
 
@@ -85,7 +85,7 @@ def _storage(tensor: Tensor) -> tuple[int, int]:
 
 
 def measure_store(store: Store, backend: Plain | None = None) -> Memory:
-    """Bytes of one sealed layer, and of what its backend keeps for it."""
+    """Bytes of one compressed layer, and of what its backend keeps for it."""
     token = store.ring_k.shape[1] * store.ring_k.shape[3] * store.ring_k.element_size() * 2  # K and V of one row
     sink = int(np.minimum(store.seen, store.sizes.sink).sum()) * token
     window = int(np.maximum(0, store.seen - store.start).sum()) * token
@@ -126,7 +126,7 @@ def bytes_per_row(
     sizes: Sizes | None = None,
     bits: PageCodec | None = None,
 ) -> int:
-    """Bytes of one sequence in a sealed cache: spare room of pages and window is counted, tables are not.
+    """Bytes of one sequence in a compressed cache: spare room of pages and window is counted, tables are not.
 
     mask: as in `compressed_cache`; context: tokens of the prompt; sizes: None = the defaults of `Sizes`
     bits: how the middle is packed, None = as the mask says, or in the model's dtype

@@ -135,7 +135,7 @@ class Method(Checked):
         for index, (layer, dense) in enumerate(zip(cache.layers, prefill.layers, strict=True)):
             if isinstance(layer, CompressedLayer):
                 real, columns = dense.real(prefill.real), dense.get_seq_length()
-                layer.seal(dense.keys, dense.values, real, tokens[index], dense.column_sums, columns)
+                layer.compress(dense.keys, dense.values, real, tokens[index], dense.column_sums, columns)
             else:
                 cache.layers[index] = copy.copy(dense)
         return cache

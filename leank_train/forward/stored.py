@@ -39,11 +39,11 @@ NO_FLASH = 2**62  # keys; the flash kernel takes no more channels in K than in V
 
 
 def rounded(x: Tensor, bits: Tensor, group: int) -> Tensor:
-    """Return x as a cache gives it back, in its own type; the cells lie along the last axis but one.
+    """Return x as a cache gives it back, in its own type; groups that share a scale lie along the last axis but one.
 
-    x: [..., A, N]; the last cell may be short.
+    x: [..., A, N]; the last group may be short.
     bits: of a number, like x but 1 along A; WHOLE leaves x as it is.
-    group: numbers of a cell, which share a scale and a zero point of x's type.
+    group: numbers that share a scale and a zero point, of its type.
     """
     length = x.shape[-2]
     short = -length % group
@@ -68,12 +68,12 @@ class StoredPass(ScaledPass):
 
     Parts 0 to 2 are those of `ScaledPass`, and parts 3 to 5 the same keys and values as they are stored. Cells of
     documents begin behind the sink, as in a cache, those of questions and answers at their own first token. Padding
-    counts as the last key before it, so that it widens no cell.
+    counts as the last key before it, so that it widens no group.
 
     Where ranks have a share of the documents each, the gradient of the widths is that of all shares, on every rank.
 
     widths: real [L, H, D + 2], of the channels of K, and of V; then the head's share.
-    group: numbers of a cell; None has the sizes of layouts.
+    group: numbers that share a scale; None has the sizes of layouts.
     key_basis: [L, H, D, D], in whose coordinates keys are stored (`leank.basis`); None = in their channels.
     """
 
@@ -136,7 +136,7 @@ class StoredPass(ScaledPass):
         return (torch.cat([k[:, :, :first], behind], 2) if first else behind), v
 
     def first(self, part: int) -> int:
-        """The token of each branch of a part at which its cells begin."""
+        """The token of each branch of a part at which its groups begin."""
         return 0 if part else self.first_token
 
     def branches(self, part: int, k: Tensor) -> Tensor:

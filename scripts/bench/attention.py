@@ -114,7 +114,7 @@ SHAPE_LIST = [
 
 
 def make_store(shape: Shape, middle: Middle) -> tuple[Store, Tensor, Tensor]:
-    """A sealed layer of one random row, repeated for the batch, with one decoded token in the window: its K and V."""
+    """A compressed layer of one random row, repeated for the batch, with one decoded token in the window; K and V."""
     k, v = torch.randn(2, 1, shape.kv_heads, shape.context, shape.dim, device="cuda", dtype=DTYPE)
     store = Store(k[:, :, :-1], v[:, :, :-1], None, middle, SIZES)
     if shape.batch > 1:

@@ -111,7 +111,7 @@ def fill(model: PreTrainedModel, cache: Cache, rows: int, tokens: int) -> None:
         k, v = torch.randn(2, 1, heads, tokens, dim, device=model.device, dtype=model.dtype)
         k, v = (x.expand(rows, -1, -1, -1) for x in (k, v))
         if isinstance(layer, CompressedLayer):
-            layer.seal(k, v)
+            layer.compress(k, v)
         else:
             cache.update(k, v, index)
 
@@ -180,15 +180,15 @@ def generate_cases(args: argparse.Namespace, table: Table) -> None:
 # memory
 
 
-def sealed(keep: Tensor, rows: int, context: int, sizes: Sizes, device: torch.device) -> tuple[Memory, int]:
-    """Seal layers of random tokens under masks [L, H, D]; return the tensors' bytes and those at the allocator."""
+def compressed(keep: Tensor, rows: int, context: int, sizes: Sizes, device: torch.device) -> tuple[Memory, int]:
+    """Compress layers of random tokens under masks [L, H, D]; return the tensors' bytes and those at the allocator."""
     clear()
     cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated() if cuda else 0
     layers = [CompressedLayer(Middle(k), sizes, choose_backend("auto")) for k in keep]
     for layer in layers:
         k, v = torch.randn(2, 1, keep.shape[1], context, DIM, device=device, dtype=DTYPE)
-        layer.seal(*(x.expand(rows, -1, -1, -1) for x in (k, v)))
+        layer.compress(*(x.expand(rows, -1, -1, -1) for x in (k, v)))
     del k, v
     memory = measure(layers, {})
     return memory, torch.cuda.memory_allocated() - before if cuda else memory.total
@@ -201,7 +201,7 @@ def memory_cases(args: argparse.Namespace, table: Table) -> None:
     keep, sizes = load_mask(MASKS / LLAMA).keep[: args.layers], Sizes()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     (pruned, at), (whole, at_whole) = (
-        sealed(mask, args.batch[0], args.context, sizes, device) for mask in (keep, torch.ones_like(keep))
+        compressed(mask, args.batch[0], args.context, sizes, device) for mask in (keep, torch.ones_like(keep))
     )
     k, v = 1 - pruned.middle_k / whole.middle_k, 1 - pruned.middle_v / whole.middle_v
     both = (at_whole - at) / (whole.middle_k + whole.middle_v)
@@ -210,7 +210,7 @@ def memory_cases(args: argparse.Namespace, table: Table) -> None:
           f"channels {empty:.2%}; both as allocated {both:.2%}, expected {(ratio + empty) / 2:.2%}")  # fmt: skip
     rows = []
     for batch in args.batch:
-        found, held = sealed(keep, batch, args.context, sizes, device)
+        found, held = compressed(keep, batch, args.context, sizes, device)
         dense = 2 * keep.numel() * args.context * batch * DTYPE.itemsize
         formula = bytes_per_row(keep, args.context, DTYPE, sizes) * batch
         rows.append({"batch": batch, "context": args.context, "dense_gb": dense / 1e9, "leank_gb": held / 1e9,

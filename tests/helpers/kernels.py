@@ -30,7 +30,7 @@ def some_channels(counts, dim, generator):
 
 
 def make_store(counts, dim, lengths, sizes, dtype, seed=0, bits=None, widths=None, per_row=False, **middle):
-    """A sealed layer of random keys: counts[h] channels of K and widths[h] of V (None = all) per head, rows of the
+    """A compressed layer of random keys: counts[h] channels of K and widths[h] of V (None = all) per head, rows of the
     given lengths, left-padded. per_row: every row keeps other channels of V. middle: more choices of the `Middle`."""
     generator = torch.Generator().manual_seed(seed)
     keep, values = some_channels(counts, dim, generator), None

@@ -15,9 +15,9 @@ def in_bits(k: Tensor, v: Tensor, key_bits: Tensor, value_bits: int) -> tuple[Te
     k = k.clone()
     for channel, bits in enumerate(key_bits.tolist()):
         if 0 < bits < WHOLE and len(k):
-            k[:, channel] = torch.cat([fake_quantise(cell, bits) for cell in k[:, channel].split(GROUP)])
+            k[:, channel] = torch.cat([fake_quantise(group, bits) for group in k[:, channel].split(GROUP)])
     if value_bits < WHOLE:
-        v = torch.cat([fake_quantise(cell, int(value_bits)) for cell in v.split(value_group(v.shape[1]), 1)], 1)
+        v = torch.cat([fake_quantise(group, int(value_bits)) for group in v.split(value_group(v.shape[1]), 1)], 1)
     return k, v
 
 

@@ -1,4 +1,4 @@
-"""The slow, obvious form of attention over a sealed layer, one row and KV head at a time, for any device and dtype.
+"""The slow, obvious form of attention over a compressed layer, one row and KV head at a time, for any device and dtype.
 
 `batched.attend` and the Triton kernels are held equal to it.
 """

@@ -1,1 +1,1 @@
-"""What reads a sealed layer: `batched.py` in plain PyTorch, `kernels/` in Triton."""
+"""What reads a compressed layer: `batched.py` in plain PyTorch, `kernels/` in Triton."""

@@ -1,4 +1,4 @@
-"""What runs over a sealed layer: the Triton kernel where it can, else plain PyTorch; with a GPU a warning says why."""
+"""What runs over a compressed layer: the kernel where it can, else plain PyTorch; with a GPU a warning says why."""
 
 import functools
 import importlib.util

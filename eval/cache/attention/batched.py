@@ -1,4 +1,4 @@
-"""Attention over a sealed layer in plain PyTorch, all rows and heads at once.
+"""Attention over a compressed layer in plain PyTorch, all rows and heads at once.
 
 A call takes a few dozen operations, however large the batch is.
 

@@ -1,4 +1,4 @@
-"""Launches the decode kernels over a sealed layer: its schedule, scratch memory, tile sizes."""
+"""Launches the decode kernels over a compressed layer: its schedule, scratch memory, tile sizes."""
 
 import functools
 from dataclasses import dataclass

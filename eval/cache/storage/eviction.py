@@ -41,7 +41,7 @@ class Eviction(ABC):
         return True
 
     def begin(self, scores: Tensor, held: np.ndarray) -> Self:
-        """A copy for one sealed layer of `held` [B, H] tokens with scores [B, H, n], then zeros."""
+        """A copy for one compressed layer of `held` [B, H] tokens with scores [B, H, n], then zeros."""
         new = copy.copy(self)
         new.scores, new.held = scores.float(), held
         return new

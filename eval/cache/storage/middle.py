@@ -1,6 +1,6 @@
 """How one layer keeps its middle: its choice on each axis of a method.
 
-A choice here serves every prompt. Tokens and scores that belong to one prompt are arguments of `CompressedLayer.seal`.
+A choice here serves every prompt. Tokens and scores of one prompt are arguments of `CompressedLayer.compress`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ReadChoice(Protocol):
     """
 
     def start(self, store: Any) -> ReadState:
-        """The choice's state for one sealed layer, whose Store it is given."""
+        """The choice's state for one compressed layer, whose Store it is given."""
 
 
 class ReadState(Protocol):

@@ -1,4 +1,4 @@
-"""What a sealed layer holds: sink | middle | window, per row and in real tokens (LeanK, section 3.3).
+"""What a compressed layer holds: sink | middle | window, per row and in real tokens (LeanK, section 3.3).
 
 A row's real tokens are numbered 0, 1, ... whatever its padding. The first `sink` tokens stay in the sink. The last ones
 are in the window, a ring in which token i has slot i mod slots. The tokens between are in the middle. The window holds
@@ -75,7 +75,7 @@ class Store:
         tokens: Tensor | None = None,
         scores: Tensor | None = None,
     ) -> None:
-        """Seal a prompt k, v [B, H, T, D].
+        """Compress a prompt k, v [B, H, T, D].
 
         real: [B, T] bool, False = padding, None = no padding
         tokens: [B, H, T] bool, the tokens of the middle that stay, None = all; sink and window always stay
@@ -445,7 +445,7 @@ class Addresses:
 
     @classmethod
     def of(cls, store: Store, plan: BackendPlan | None = None) -> Addresses:
-        """Those of a sealed layer; plan: what its backend keeps for it."""
+        """Those of a compressed layer; plan: what its backend keeps for it."""
         tensors = {name: getattr(store, name) for name in RINGS}
         tensors |= {"channels": store.channels.index, "tail_length": store.tail.length_dev}
         if store.values is not None:

@@ -29,7 +29,7 @@ class KIVI(Bits):
     Deviations
     - KIVI's residual, its newest tokens in full precision, is the cache's window here. The published code keeps those
       that do not fill a group of K and the last 32 or 128 of V. The sink stays whole too, which KIVI does not have.
-    - The prompt is attended unquantised and quantised when the cache is sealed. Its last group may be short.
+    - The prompt is attended unquantised and quantised when the cache is compressed. Its last group may be short.
     - A group of equal numbers has scale 0 and comes back exactly; the published code divides by that zero.
     """
 

@@ -49,12 +49,12 @@ class Quest(Reads):
         return held.itemsize * float(bounds[self.dense_layers :].sum())
 
     def start(self, store: Store) -> Pages:
-        """The bounds of one sealed layer."""
+        """The bounds of one compressed layer."""
         return Pages(store, self.page, max(1, middle_budget(self.budget, store.sizes) // self.page))
 
 
 class Pages:
-    """The pages of a sealed layer's middle, ranked by their bounds; most: how many a query head reads."""
+    """The pages of a compressed layer's middle, ranked by their bounds; most: how many a query head reads."""
 
     def __init__(self, store: Store, page: int, most: int) -> None:
         self.bounds = Bounds(store, page)

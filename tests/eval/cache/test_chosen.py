@@ -251,7 +251,7 @@ def test_scores_that_outgrow_their_memory_move_on(monkeypatch):
 
 
 def layer_pair(reads, keep, lengths, sizes, seed):
-    """Two sealed layers of the same prompt: the first runs in plain PyTorch, the second in the kernel."""
+    """Two compressed layers of the same prompt: the first runs in plain PyTorch, the second in the kernel."""
     generator = torch.Generator().manual_seed(seed)
     dim, width = keep.shape[-1], max(lengths)
     k, v = torch.randn(2, len(lengths), len(keep), width, dim, generator=generator).to(DEVICE, DTYPE)
@@ -259,7 +259,7 @@ def layer_pair(reads, keep, lengths, sizes, seed):
     layers = []
     for choice in (Plain(), Only(Chosen(programs=4))):
         layers.append(CompressedLayer(Middle(keep, reads=reads), sizes, choice))
-        layers[-1].seal(k, v, real)
+        layers[-1].compress(k, v, real)
     return layers
 
 

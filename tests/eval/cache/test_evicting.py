@@ -211,7 +211,7 @@ def test_auto_takes_the_kernel_for_a_layer_that_evicts(monkeypatch):
     plain = CompressedLayer(Middle(eviction=HeavyHitters(20)), Sizes(2, 9, 4), choose_backend("torch"))
     k, v = torch.randn(2, 1, 2, 70, 64).to(DEVICE, DTYPE)
     for one in (layer, plain):
-        one.seal(k, v, scores=torch.rand(1, 2, 70, generator=torch.Generator().manual_seed(0)).to(DEVICE))
+        one.compress(k, v, scores=torch.rand(1, 2, 70, generator=torch.Generator().manual_seed(0)).to(DEVICE))
     for _ in range(9):
         k, v, q = torch.randn(3, 1, 4, 1, 64).to(DEVICE, DTYPE)
         got, want = (one.update(k[:, :2], v[:, :2]) and one.attend(q) for one in (layer, plain))

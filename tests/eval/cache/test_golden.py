@@ -118,7 +118,7 @@ def of_cache(name: str, folder: Path) -> dict[str, object]:
     if name not in ("heavy hitters", "fp8"):  # which cannot be saved
         cache.reset()
         for layer, seed in zip(cache.compressed, range(40, 50), strict=False):
-            layer.seal(*numbers(seed, 2, 2, HEADS, 150, DIM).double())
+            layer.compress(*numbers(seed, 2, 2, HEADS, 150, DIM).double())
         cache.save(folder / "cache")
         found["file"] = hashlib.sha256((folder / "cache").read_bytes()).hexdigest()[:16]
     return found

@@ -408,7 +408,7 @@ def test_a_step_that_brings_nothing_due_touches_no_store(monkeypatch):
     """advance() moves exactly when decoding step by step would, and asks nothing of a store in between."""
     layer = CompressedLayer(Middle(torch.ones(2, 64).bool()), Sizes(4, 20, 8), Plain())
     k, v = torch.randn(2, 2, 2, 50, 64)
-    layer.seal(k, v)
+    layer.compress(k, v)
     calls, flush = [], Store.flush
     monkeypatch.setattr(Store, "flush", lambda self, *move: (calls.append(len(lengths)), flush(self, *move)))
     lengths = []
@@ -449,7 +449,7 @@ def test_many_steps_with_padding_and_flushes(pruned, dim):
     k, v = torch.randn(2, 2, 1, 90, dim, generator=generator).to(DEVICE, DTYPE)
     real = (torch.arange(90) >= torch.tensor([0, 37])[:, None]).to(DEVICE)
     for layer in layers:
-        layer.seal(k, v, real)
+        layer.compress(k, v, real)
     decode(layers, STEPS, generator, 1, 2, dim)
     assert layers[0].backend.captures
     assert layers[0].store.tail.length.tolist() == [[STEPS // 8 * 8]] * 2

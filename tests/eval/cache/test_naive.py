@@ -62,7 +62,7 @@ def test_a_layer_gives_what_its_naive_heads_give(choice, prompt):
         held[0, h, SIZES[0] : end] = highest(first, most) if choice == "stays" else True
         assert int(held[0, h].sum()) == len(head.middle)
     layer.lazy_initialization(k, v)
-    layer.seal(k[:, :, :prompt], v[:, :, :prompt], tokens=held, scores=scores if choice == "stays" else None)
+    layer.compress(k[:, :, :prompt], v[:, :, :prompt], tokens=held, scores=scores if choice == "stays" else None)
     for at in range(prompt, prompt + 25):
         layer.update(k[:, :, at : at + 1], v[:, :, at : at + 1])
         got = layer.attend(q[:, :, at : at + 1], scaling=0.5)[0, 0]

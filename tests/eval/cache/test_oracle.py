@@ -154,7 +154,7 @@ class Case:
 @example("llama", (36, 3), (0, 0, 2), 4, False, 12)  # nothing stays whole but what waits for a flush
 @example("qwen2", (9, 36, 10), (4, 5, 2), 5, True, 6)  # one row just short of a middle
 def test_tokens_channels_and_values_of_every_head(family, lengths, sizes, seed, values, new_tokens):
-    """The prompt is sealed; a question of 1-4 tokens and then the answer are read through the cache."""
+    """The prompt is compressed; a question of 1-4 tokens and then the answer are read through the cache."""
     case = Case(family, lengths, sizes, seed, values)
     want, got, cache = case.answers(new_tokens)
     compare(got, want)
@@ -219,7 +219,7 @@ def thinned_oracle(case):
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("lengths", [(31,), (31, 14)])
 def test_layers_may_hold_fewer_tokens_than_the_prompt_has(lengths, compressed):
-    """With every channel kept, a sealed layer and the pass's own both go on from the tokens that are held."""
+    """With every channel kept, a compressed layer and the pass's own both go on from the tokens that are held."""
     case = Case("llama", lengths, (2, 4, 3), 12)
     want = run(case.model, thinned_oracle(case), case.ids, case.mask, 9, "oracle")[0]
     method = Method(

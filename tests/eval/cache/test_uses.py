@@ -156,7 +156,7 @@ def test_autocast(wide):
     layer = new_cache(model).layers[0]
     k, v = torch.randn(2, 1, HEADS, 20, DIM)
     k, v = (k, v.bfloat16()) if wide == "keys" else (k.bfloat16(), v)
-    layer.seal(k, v)
+    layer.compress(k, v)
     assert layer.store.ring_k.dtype == layer.store.ring_v.dtype == torch.bfloat16
 
 
@@ -198,11 +198,11 @@ def test_a_mask_of_another_model_of_the_same_shape_warns(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("sealed", [True, False])
-def test_another_batch_needs_a_reset(rows, sealed):
+@pytest.mark.parametrize("compressed", [True, False])
+def test_another_batch_needs_a_reset(rows, compressed):
     model, (ids, _) = tiny_model("llama"), left_padded([9, 9], 3)
     cache = new_cache(model)
-    if not sealed:
+    if not compressed:
         cache.expect(30)
     feed(model, cache, ids)
     with pytest.raises(ValueError, match=f"a batch of 2, and a batch of {rows} came: call cache.reset") as error:

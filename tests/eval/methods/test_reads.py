@@ -18,13 +18,13 @@ SIZES = Sizes(2, 6, 4)
 
 
 def layer_of(reads, lengths, seed, keep=None, grow=0):
-    """A sealed layer of random rows, `grow` tokens later: (layer, (K, V) of all real tokens of each row)."""
+    """A compressed layer of random rows, `grow` tokens later: (layer, (K, V) of all real tokens of each row)."""
     torch.manual_seed(seed)
     width = max(lengths)
     k, v = torch.randn(2, len(lengths), HEADS, width, DIM, dtype=torch.float64)
     real = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
     layer = CompressedLayer(Middle(channels=keep, reads=reads), SIZES, choose_backend("torch"))
-    layer.seal(k, v, real)
+    layer.compress(k, v, real)
     rows = [(k[r][:, real[r]], v[r][:, real[r]]) for r in range(len(lengths))]
     mask = real
     for _ in range(grow):

@@ -1,4 +1,4 @@
-"""Decode attention over a sealed layer in one Triton launch: the fast path beside `batched.attend`.
+"""Decode attention over a compressed layer in one Triton launch: the fast path beside `batched.attend`.
 
 Every program walks its span of the schedule (eval.cache.attention.schedule) and keeps an online softmax per (row, KV
 head). Query channels are gathered here, so the model's weights stay as they are. The last program to finish a (row,

@@ -17,7 +17,7 @@ import triton.language as tl
 
 
 class Layer(NamedTuple):
-    """A sealed layer on the device."""
+    """A compressed layer on the device."""
 
     base: Any  # first element of the ring's keys, from which offsets to all numbers of the layer count
     codes: Any  # the same address as a pointer to bytes, where the middle is stored in fewer bits; else base
