@@ -1,5 +1,5 @@
 # make demo   learn a 70% mask for the reference model on a CPU and compare it, in minutes
-# make test   the default test suite, a process per core
+# make test   the default test suite, a process per core; make test-all with the slow cases and more examples of each property
 # make lint   ruff, mypy, spelling
 # make versions   the tests of what touches transformers, with its oldest and its newest release, each in an environment of its own
 # make families   every causal decoder of transformers as a tiny model, then docs/use/families.md: minutes
@@ -13,7 +13,7 @@ OUT ?= outputs/demo
 # the oldest release is that of pyproject.toml, the newest that of constraints.txt
 VERSIONS ?= $(shell sed -n 's/.*"transformers>=\([0-9.]*\).*/\1.0/p' pyproject.toml) $(shell sed -n 's/^transformers==//p' constraints.txt)
 
-.PHONY: ALWAYS demo test lint docs versions families gpu-test slurm-test vllm vllm-test clean
+.PHONY: ALWAYS demo test test-all lint docs versions families gpu-test slurm-test vllm vllm-test clean
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
@@ -48,6 +48,9 @@ demo: $(VENV)/base
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -q -n auto --dist worksteal
+
+test-all: $(VENV)/installed
+	HYPOTHESIS_PROFILE=all $(BIN)/python -m pytest -q -n auto --dist worksteal -m 'not gpu'
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/codespell

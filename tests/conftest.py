@@ -27,10 +27,12 @@ from transformers import (  # noqa: E402
 
 pytest.register_assert_rewrite("tests.helpers")  # so that what fails there shows its values, as in a test
 # a busy machine is no reason to fail; CI judges every change by the same cases, where other runs look for new ones
-settings.register_profile(
-    "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
-)
-settings.load_profile("busy")
+for name, examples in (("quick", 25), ("all", 100)):
+    settings.register_profile(
+        name, max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow],
+        derandomize="CI" in os.environ,
+    )  # fmt: skip
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 if importlib.util.find_spec("matplotlib") is not None:  # the environment with vLLM has none
     from tests.helpers import pictures
 
