@@ -79,7 +79,8 @@ class PageHolder(AttentionLayerBase):
             # a token's codes need not fill whole numbers; of groups of two dtypes vLLM would clear every new page
             "dtype": torch.uint8 if coded else dtype,
             "num_head_slots": 1,
-            "state_content_bytes": page // group.block,  # at most; equal on all ranks, as vLLM asks
+            # at most, in whole numbers; equal on all ranks, as vLLM asks
+            "state_content_bytes": page // group.block // dtype.itemsize * dtype.itemsize,
             "page_size_padded": page,
         }
         if self.kept:

@@ -13,6 +13,7 @@ from leank.eval.cache.storage.segment import PAGE
 from leank.eval.serving.coded import CodedLayout
 from leank.eval.serving.layout import PageLayout
 from leank.precision import Precision
+from tests import ROOT
 
 pytestmark = [
     pytest.mark.vllm,
@@ -168,3 +169,21 @@ def test_every_step_finds_its_pages(coded, caching, every, step):
     assert preempted
     assert made > 10
     assert bool(books.hits) == caching
+
+
+@pytest.mark.parametrize("hits", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_token_of_a_page_has_whole_numbers(kept, hits):
+    """vLLM 0.33 views the bytes of a token as numbers; without a prefix cache, pages of `rest` have 20 tokens here."""
+    from leank.eval.serving.backend import PageHolder
+    from leank.eval.serving.settings import ServerSettings
+
+    mask = ROOT / "leank_train/assets/reference/mask_70pct.safetensors"
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=32, enable_prefix_caching=hits, prefix_cache_retention_interval=None),
+        model_config=SimpleNamespace(dtype=torch.float32),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+    spec = PageHolder(ServerSettings(str(mask), 16, 144), kept).get_kv_cache_spec(config)
+    assert spec.state_content_bytes % 4 == 0
+    assert spec.block_size * spec.state_content_bytes <= spec.page_size_padded
