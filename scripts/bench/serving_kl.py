@@ -24,11 +24,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from leank.shipped import resolve
+
+
+def parsed() -> argparse.Namespace:
+    """The arguments of the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--model", default=resolve("reference"), help="a folder")
+    parser.add_argument("--texts", nargs="+", type=Path, required=True, help="files")
+    parser.add_argument("--caches", nargs="+", default=["auto", "fp8"])
+    parser.add_argument("--skip", type=int, default=0)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=256)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--settings", default="{}", help="more of vllm.LLM, as JSON")
+    parser.add_argument("--here", action="store_true", help="the first cache alone, in this process")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    parsed()  # --help and refusals come before what takes seconds to import
+
 import torch
 from torch import Tensor
 
 from leank.eval.serving import check
-from leank.shipped import resolve
 from scripts.bench.serving import engine
 
 
@@ -125,18 +146,7 @@ def one(args: argparse.Namespace, cache: str) -> None:
 
 def main() -> None:
     """Command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("--model", default=resolve("reference"), help="a folder")
-    parser.add_argument("--texts", nargs="+", type=Path, required=True, help="files")
-    parser.add_argument("--caches", nargs="+", default=["auto", "fp8"])
-    parser.add_argument("--skip", type=int, default=0)
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=256)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--settings", default="{}", help="more of vllm.LLM, as JSON")
-    parser.add_argument("--here", action="store_true", help="the first cache alone, in this process")
-    args = parser.parse_args()
+    args = parsed()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.here:
         one(args, args.caches[0])
