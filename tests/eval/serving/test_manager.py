@@ -178,7 +178,7 @@ def test_a_token_of_a_page_has_whole_numbers(kept, hits):
     from leank.eval.serving.backend import PageHolder
     from leank.eval.serving.settings import ServerSettings
 
-    mask = ROOT / "leank_train/assets/reference/mask_70pct.safetensors"
+    mask = ROOT / "models/reference/mask_70pct.safetensors"
     config = SimpleNamespace(
         cache_config=SimpleNamespace(block_size=32, enable_prefix_caching=hits, prefix_cache_retention_interval=None),
         model_config=SimpleNamespace(dtype=torch.float32),
