@@ -263,6 +263,8 @@ class Results:
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
         self.keys.add(key)
+        if "tokens" in row:
+            self.replies[reply_key(key, row["settings"])] = row["tokens"]  # type: ignore[arg-type, assignment]
 
     def close(self) -> None:
         """Close the file and let another process write it."""
@@ -288,7 +290,10 @@ class Collected:
 
     def append(self, row: ResultRow) -> None:
         """Keep one row."""
-        self.keys.add(key_of(row))
+        key = key_of(row)
+        self.keys.add(key)
+        if "tokens" in row:
+            self.replies[reply_key(key, row["settings"])] = row["tokens"]
         self.rows.append(row)
 
 

@@ -59,7 +59,9 @@ NOISE = 1e-4  # nats an answer token; differences below it are not worth learnin
 RATE = 0.1  # of all steps together, if single documents moved alpha at random: the noise of the factors
 DRAWS = 4  # of the closed form: labels drawn for each answer token
 SHRINK = 0.02  # share of their mean by which variances grow, so that no basis is nearly singular
-DOCUMENT_SEEDS = 2**32  # times a document's number, added to the run's seed, seeds its draws, whichever rank has it
+# Times a document's number, added to the run's seed, this seeds its draws, whichever rank has it. A CPU's generator
+# takes the lower 32 bits of a seed alone.
+DOCUMENT_SEEDS = 1_000_003
 
 
 class Losses(NamedTuple):

@@ -111,7 +111,9 @@ def measure(layers: Iterable[Any], scratch: dict[str, Tensor]) -> Memory:
     for layer in layers:
         if isinstance(layer, CompressedLayer) and layer.store is not None:
             total += measure_store(layer.store, layer.backend)
-            masks.update(_storage(t) for t in vars(layer.middle).values() if isinstance(t, Tensor))
+            of_mask = vars(layer.middle).items()  # but for what the store counts
+            own = [t for name, t in of_mask if name not in ("center", "key_basis") and isinstance(t, Tensor)]
+            masks.update(map(_storage, own))
         parts = layer.states if isinstance(layer, StateLayer) else (layer.keys, layer.values)
         held = [t for t in parts if isinstance(t, Tensor)]
         other = sum(dict(map(_storage, held)).values())

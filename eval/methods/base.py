@@ -88,6 +88,12 @@ class Method(Checked):
                 )
             with naming(f"method.{self.label}"):
                 banded.check_flush(self.flush)
+            in_bases = self.channels is not None and self.channels.key_basis() is not None
+            if in_bases and self.reads is not None and hasattr(self.reads, "labels"):
+                raise ValueError(
+                    f"method.{self.label}: method.{self.label}.reads={name_of(self.reads)} labels channels of K, and "
+                    "its mask holds K in bases; leave out reads, or take a layout without (pruning.basis=channels)"
+                )
         return found
 
     def config(self) -> dict[str, Any]:

@@ -54,6 +54,12 @@ def stage_of(closed, budget=0.1):
     return LayoutStage(backbone, StageConfig(steps=6, lr=0.1, lam="auto", objective="l2"), pruning, closed)
 
 
+def test_documents_draw_labels_of_their_own():
+    seeds = [7 + layouts.DOCUMENT_SEEDS * i for i in range(100)]
+    draws = {tuple(torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()) for seed in seeds}
+    assert len(draws) == 100
+
+
 def test_a_run_leaves_a_layout_for_every_budget(finished):
     masks = [ChannelMask.load(finished / f"{name}.safetensors") for name in BUDGETS]
     for mask, budget in zip(masks, BUDGETS.values(), strict=True):

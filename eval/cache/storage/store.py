@@ -102,7 +102,7 @@ class Store:
         self.origin, self.key_basis, self.query_basis = None, None, None
         if middle.key_basis is not None:
             self.center, self.origin = None, self.center
-            self.key_basis = middle.key_basis.to(device, torch.float32)
+            self.key_basis = middle.key_basis.to(device, torch.float32, copy=True)  # a slice of all layers'
             self.query_basis = of_queries(middle.key_basis).to(device, torch.float32)
         self.quiet, self.version = 0, 0
         self.eviction, self.reads = None, None

@@ -16,7 +16,7 @@ from leank.eval.rows import Results, read
 from leank.eval.run.build import build_job
 from tests import DATA
 from tests.conftest import tiny_model
-from tests.helpers.benchmark_lines import BABI, NEEDLE, V2, helmet_files
+from tests.helpers.benchmark_lines import AIME, BABI, GPQA, MRCR, NEEDLE, V2, helmet_files
 from tests.helpers.composed import evaluation
 from tests.helpers.gsm_solver import solve
 
@@ -56,6 +56,8 @@ def data(tmp_path_factory):
     (folder / "books" / "1.txt").write_text((FILLER + "\n") * 10)
     lines(folder / "qa1_0k.jsonl", [BABI])
     lines(folder / "qa5_0k.jsonl", [{**BABI, "question": "What did John take?", "target": "milk"}])
+    for name, row in (("aime25", AIME), ("gpqa_diamond", GPQA), ("2needle", MRCR)):
+        lines(folder / f"{name}.jsonl", [row])
     problem = {"problem": "What is $2+3$?", "answer": "5", "unique_id": "a/1", "level": 1}
     lines(folder / "test.jsonl", [problem, {**problem, "answer": "\\frac{1}{2}", "unique_id": "a/2"}])
     for split, count in (("dev", 5), ("test", 2)):
@@ -87,6 +89,10 @@ SETTINGS = {
         "benchmark.samples=1",
     ),
     "math500": ("benchmark.path={data}",),
+    "aime": ("benchmark.path={data}", "benchmark.tasks=[aime25]"),
+    "gpqa": ("benchmark.path={data}",),
+    "mrcr": ("benchmark.path={data}", "benchmark.tasks=[2needle]"),
+    "longgenbench": ("benchmark.questions=3", "benchmark.samples=2"),
     "mmlu": ("benchmark.path={data}", "benchmark.samples=1", "benchmark.tasks=[anatomy,astronomy]"),
     "gsm_infinite": (
         *("benchmark.subsets=[medium,hard,symbolic]", "benchmark.lengths=[0]"),
@@ -127,7 +133,7 @@ def test_a_run_gives_every_row_once_and_a_report(name, data, model, tmp_path):
     planned = {(cell.task, cell.length, sample) for cell in made.benchmark.cells() for sample in cell.samples}
     assert len(rows) == new == 2 * len(planned)
     assert {(row["task"], row["length"], row["sample"]) for row in rows} == planned
-    assert all(row["prompt_tokens"] > 50 or name == "math500" for row in rows)
+    assert all(row["prompt_tokens"] > 50 or name in ("math500", "aime", "mrcr") for row in rows)
     if name == "gsm_infinite":  # the one with a table of its own
         write_report(tmp_path)
         report = (tmp_path / "summary.md").read_text()

@@ -13,7 +13,9 @@ from leank.eval.cache.naive import Head, Rules
 from leank.eval.cache.storage import banded
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.sizes import Sizes
+from leank.eval.methods.base import Method
 from leank.eval.methods.channels.leank import LeanK
+from leank.eval.methods.reads.double_sparsity import DoubleSparsity
 from leank.mask import ChannelMask
 from leank.precision import Precision
 from leank.versions import CACHE
@@ -36,7 +38,7 @@ def test_a_layer_gives_what_its_naive_heads_give(centred):
     keys, values = of_layers.key_bits[1], of_layers.value_bits[1]  # no head of the second layer is empty
     middle = Middle(keys > 0, bits=banded.codecs(of_layers)[1], center=center, key_basis=basis)
     layer, naive = CompressedLayer(middle, Sizes(*sizes), choose_backend("torch")), []
-    layer.seal(k[:, :, :prompt], v[:, :, :prompt])
+    layer.compress(k[:, :, :prompt], v[:, :, :prompt])
     for h in range(heads):
         bits = functools.partial(in_bits, key_bits=keys[h], value_bits=int(values[h]))
         own = {"center": None if center is None else center[h], "bits": bits, "key_basis": basis[h]}
@@ -123,11 +125,29 @@ def test_a_new_prompt_at_old_addresses_has_the_bases_there():
         layer = cache.layers[0]
         held = layer.store.key_basis, layer.store.query_basis
         layer.reset_in_place()
-        layer.seal(*torch.randn(2, 1, HEADS, 150, DIM, dtype=model.dtype))
+        layer.compress(*torch.randn(2, 1, HEADS, 150, DIM, dtype=model.dtype))
         layer.update(*torch.randn(2, 1, HEADS, 1, DIM, dtype=model.dtype))
         layer.attend(torch.randn(1, model.config.num_attention_heads, 1, DIM, dtype=model.dtype))
     assert held[0] is layer.store.key_basis
     assert held[1] is layer.store.query_basis
+
+
+def test_reads_by_labels_of_channels_are_refused_beside_bases():
+    choice, reads = LeanK(layout_mask(SHAPE, 3, random_bases(SHAPE, 1))), DoubleSparsity(budget=600)
+    with pytest.raises(ValueError, match=r"reads=double_sparsity labels channels of K, and its mask holds K in bases"):
+        Method("both", channels=choice, reads=reads, sink=4, window=8, flush=64).layout()
+    Method("both", channels=LeanK(layout_mask(SHAPE, 3)), reads=reads, sink=4, window=8, flush=64).layout()
+
+
+def test_bytes_of_bases_count_once():
+    model, ids = tiny_model("llama"), left_padded([150], 4)[0]
+    found = []
+    for basis in (None, random_bases(SHAPE, 1)):
+        cache = compressed_cache(model, layout_mask(SHAPE, 3, basis), 4, 8)
+        with torch.no_grad():
+            model(ids, **{CACHE: cache})
+        found.append(cache.memory().tables)
+    assert found[1] - found[0] == 2 * LAYERS * HEADS * DIM * DIM * 4  # bases and inverses, in float32
 
 
 def test_rows_of_masks_that_differ_in_their_bases_are_told_apart():
