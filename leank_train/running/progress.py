@@ -10,7 +10,7 @@ from tqdm import tqdm
 from leank.data_gen.amount import plural
 
 LINE = "{desc}: {n_fmt} of {total_fmt}{unit}; {elapsed} so far, about {remaining} left{postfix}"  # in a log file
-BETWEEN_LINES = 30.0  # seconds
+BETWEEN_LINES = 15.0  # seconds
 
 
 class Meter(tqdm):
