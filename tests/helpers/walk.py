@@ -9,6 +9,7 @@ import itertools
 import re
 import signal
 import sys
+import textwrap
 import traceback
 import warnings
 from collections import defaultdict
@@ -363,13 +364,12 @@ def page():
         "tried."
     ]
     for name, by_reason in parts.items():
-        if name == PARTS[0]:
-            table = [(kind, CLASSES[kind]) for kinds in by_reason.values() for kind in kinds]
-            columns = ["family (`model_type`)", "class of transformers"]
-        else:
-            table, columns = [(why, ", ".join(kinds)) for why, kinds in sorted(by_reason.items())], ["why", "families"]
-        if table:
-            lines += [f"## {name}", pd.DataFrame(table, columns=columns).to_markdown(index=False)]
+        if name == PARTS[0]:  # no reasons
+            names = ", ".join(kind for kinds in by_reason.values() for kind in kinds)
+            lines += [f"## {name}", textwrap.fill(names, 160, break_on_hyphens=False)]
+        elif by_reason:
+            table = [(why, ", ".join(kinds)) for why, kinds in sorted(by_reason.items())]
+            lines += [f"## {name}", pd.DataFrame(table, columns=["why", "families"]).to_markdown(index=False)]
     return "\n\n".join(lines) + "\n"
 
 
