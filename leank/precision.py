@@ -21,6 +21,8 @@ Numbers = TypeVar("Numbers", int, np.ndarray, Tensor)
 
 KEY_BITS = (0, 2, 3, 4, 8, 16)  # 0 = pruned
 VALUE_BITS = (2, 3, 4, 8, 16)
+BANDS = ((16,), (8,), (4,), (3, 2))  # widths of K that are stored together, the widest first
+COUNTED = (*BANDS, (3,))  # widths whose channels decide a page's bytes: a third bit has a plane of its own
 WHOLE = 16  # bits of a number in the model's dtype, whatever that is
 PAGE = 64  # tokens of a page of the middle
 GROUP = 64  # numbers that share a scale and a zero point: tokens of a channel of K, channels of a token of V
@@ -82,12 +84,11 @@ def value_group(head_dim: int) -> int:
 
 
 def counts(key_bits: Tensor) -> Tensor:
-    """Channels in 16, in 8 and in 4 bits, narrow ones (3 and 2), and those of them with 3 bits, int64 [..., 5].
+    """Channels of each of `COUNTED`, int64 [..., len(COUNTED)]: in 16, 8 and 4 bits, in 3 or 2, and in 3 bits.
 
     key_bits: [..., D]
     """
-    widths = (16,), (8,), (4,), (2, 3), (3,)
-    return torch.stack([torch.isin(key_bits, torch.tensor(own).to(key_bits)).sum(-1) for own in widths], -1)
+    return torch.stack([torch.isin(key_bits, torch.tensor(own).to(key_bits)).sum(-1) for own in COUNTED], -1)
 
 
 # The bytes of a page, PAGE tokens of one head: all other formulas and the kernels' constants are made of these.
@@ -110,5 +111,4 @@ def value_bytes(bits: Numbers, head_dim: int, itemsize: int = 2, group: int | No
 
 def channel_bytes(bits: int, itemsize: int = 2, group: int = GROUP) -> int:
     """Bytes that a channel of K in so many bits takes of a page, where no room is spare."""
-    each = [ROOM * (bits == own) for own in (16, 8, 4)]
-    return key_bytes([*each, ROOM * (bits in (2, 3)), ROOM * (bits == 3)], itemsize, group) // ROOM
+    return key_bytes([ROOM * (bits in own) for own in COUNTED], itemsize, group) // ROOM

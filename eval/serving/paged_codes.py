@@ -24,7 +24,6 @@ from leank.eval.serving.prefill import Batch, Varlen, plain
 from leank.precision import GROUP
 
 UNIT = 512  # bytes of pages that count as one in costs
-ENDS = 16  # tokens of sink and window that a warp of `codes.cu` reads at a time
 
 
 class CodedAttention(PagedAttention):
@@ -78,7 +77,7 @@ class CodedAttention(PagedAttention):
 
     def _make_tables(self, device: torch.device) -> None:
         """The tables of the schedule: `templates` and `costs` of `kernels.schedule`, and the schedule of each layer."""
-        layout, heads = self.layout, np.array([codec.heads for codec in self.layout.codecs])  # [L, H, 6]
+        layout, heads = self.layout, np.array([codec.heads for codec in self.layout.codecs])  # [L, H, columns of BITS]
         templates = np.zeros((*heads.shape[:2], 2, schedule.FIELDS), dtype=np.int64)
         templates[..., Split.HEAD] = np.arange(self.heads)[:, None]
         templates[..., 0, Split.KIND], templates[..., 1, Split.KIND] = schedule.SINK, schedule.PROMPT
@@ -92,7 +91,7 @@ class CodedAttention(PagedAttention):
         cost = np.maximum(pages, codes.effort(heads, layout.head_dim) * codes.BYTES_OF_EFFORT)
         costs = np.zeros((*heads.shape[:2], 2), dtype=np.int32)
         costs[..., 0] = np.where(pages > 0, -(-cost // UNIT), 0)
-        costs[..., 1] = 2 * layout.head_dim * layout.dtype.itemsize * ENDS * codes.WARPS // UNIT
+        costs[..., 1] = 2 * layout.head_dim * layout.dtype.itemsize * codes.ENDS * codes.WARPS // UNIT
         self._templates, self._costs = (torch.from_numpy(x).to(device) for x in (templates, costs))
         lines = 2 * (self.programs + self.rows * self.heads)
         self._schedule = torch.zeros(len(heads), lines, schedule.FIELDS, dtype=torch.int64, device=device)

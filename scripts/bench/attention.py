@@ -59,15 +59,15 @@ from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
-from leank.precision import KEY_BITS, VALUE_BITS, Precision
+from leank.precision import Precision
 from scripts.bench.common import DIM, DTYPE, LLAMA, MASKS, QWEN, Record, Table, clear, device_name, each_ms
 
 SIZES = Sizes(sink=128, window=1024, flush=64)
-# By share of K's dense bytes, scales counted: of blocks of 16 channels, how many have 0, 2, 3, 4, 8 and 16 bits, and of
-# heads, how many have V in 2, 3, 4 and 8 bits; about as layouts that were learned on SmolLM2 have them.
+# By share of K's dense bytes, scales counted: shares of blocks of 16 channels by their bits, and of heads by the bits
+# of V; about as layouts that were learned on SmolLM2 have them.
 LAYOUTS = {
-    0.25: ((0.05, 0.08, 0.45, 0.35, 0.07, 0.0), (0.0, 0.5, 0.5, 0.0)),
-    0.40: ((0.0, 0.0, 0.0, 0.5, 0.5, 0.0), (0.0, 0.0, 0.6, 0.4)),
+    0.25: ({0: 0.05, 2: 0.08, 3: 0.45, 4: 0.35, 8: 0.07}, {3: 0.5, 4: 0.5}),
+    0.40: ({4: 0.5, 8: 0.5}, {4: 0.6, 8: 0.4}),
 }
 BLOCK = 32  # channels of a head that a random mask keeps or prunes together
 PACKINGS = {16: None, 8: Packing(8), 4: Packing(4), 2: Packing(2)}  # by bits
@@ -271,12 +271,13 @@ def means(row: Record, shape: Shape, masks: Tensor, centered: bool) -> None:
 def random_layout(share: float, layers: int = 32, heads: int = 8) -> Precision:
     """A layout of the shares in `LAYOUTS`, drawn at random and always the same."""
     generator, (of_blocks, of_heads) = torch.Generator().manual_seed(0), LAYOUTS[share]
-    blocks = torch.multinomial(torch.tensor(of_blocks), layers * heads * DIM // 16, True, generator=generator)
-    values = torch.multinomial(torch.tensor(of_heads), layers * heads, True, generator=generator)
-    key_bits = torch.tensor(KEY_BITS, dtype=torch.uint8)[blocks].repeat_interleave(16)
-    return Precision(
-        key_bits.view(layers, heads, DIM), torch.tensor(VALUE_BITS, dtype=torch.uint8)[values].view(layers, heads)
-    )
+
+    def drawn(shares: dict[int, float], number: int) -> Tensor:
+        which = torch.multinomial(torch.tensor([*shares.values()]), number, True, generator=generator)
+        return torch.tensor([*shares], dtype=torch.uint8)[which]
+
+    key_bits = drawn(of_blocks, layers * heads * DIM // 16).repeat_interleave(16)
+    return Precision(key_bits.view(layers, heads, DIM), drawn(of_heads, layers * heads).view(layers, heads))
 
 
 def layout(row: Record, shape: Shape, share: float) -> None:

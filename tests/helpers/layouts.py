@@ -37,9 +37,9 @@ def random_losses(seed, heads=2, blocks=2):
         return steps.flip(-1).cumsum(-1).flip(-1) - steps[..., -1:]
 
     scale = torch.rand(1, heads, blocks, 1, generator=generator, dtype=torch.float64) ** 4 + 1e-3
-    keys = (falling(1, heads, blocks, 6) * scale).repeat_interleave(ROOM, 2) / ROOM
+    keys = (falling(1, heads, blocks, len(KEY_BITS)) * scale).repeat_interleave(ROOM, 2) / ROOM
     empty = torch.rand(1, heads, generator=generator, dtype=torch.float64) * 3
-    return keys, falling(1, heads, 5) / 4, empty
+    return keys, falling(1, heads, len(VALUE_BITS)) / 4, empty
 
 
 def loss_of(layout, keys, values, empty):

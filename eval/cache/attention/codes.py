@@ -20,12 +20,13 @@ from leank.eval.cache.attention import schedule
 from leank.eval.cache.attention.kernels import HEAD_DIMS
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
 from leank.eval.cache.storage.segment import PAGE, round_up
-from leank.precision import channel_bytes
+from leank.precision import VALUE_BITS, channel_bytes
 
 ROWS = 8  # query rows of a KV head, at most
 WARPS = 8  # of a program
 RESIDENT = 16  # warps of a multiprocessor, at most: so many have 128 registers a thread
-LEAST = 4096  # bytes of shared memory that a warp has for K, and for V: 16 tokens of sink or window, partial results
+LEAST = 4096  # bytes of shared memory that a warp has for K, and for V: ENDS tokens of sink or window, partial results
+ENDS = 16  # tokens of sink and window that a warp reads at a time
 SPARE = 2048  # bytes of a program's shared memory that the kernel names itself, or the system takes
 # Bytes of sink and window that a program reads in the time of an instruction of each warp; see `effort`.
 BYTES_OF_EFFORT = 11.0
@@ -163,12 +164,12 @@ def tile(tokens: np.ndarray, programs: int) -> int:
 
 
 def effort(heads: np.ndarray, dim: int) -> np.ndarray:
-    """Instructions of a warp for a page of heads, about, [...]; heads: [..., 6], see `quantised.Head`."""
-    whole, eight, four, narrow, third = np.moveaxis(-(-heads[..., :5] // 16), -1, 0)
+    """Instructions of a warp for a page of heads, about, [...]; heads: of `quantised.Head`."""
+    whole, eight, four, narrow, third = np.moveaxis(-(-heads[..., :-1] // 16), -1, 0)
     of_keys = 40 * whole + 69 * eight + 59 * four + 71 * narrow + 21 * third
-    of_values = np.zeros(17, dtype=np.int64)  # by bits
-    of_values[[16, 8, 4, 3, 2]] = 250, 330, 340, 480, 340
-    return 300 + of_keys + of_values[heads[..., 5]] * dim // 128
+    of_values = {16: 250, 8: 330, 4: 340, 3: 480, 2: 340}
+    by_width = np.array([of_values[bits] for bits in VALUE_BITS])
+    return 300 + of_keys + by_width[np.searchsorted(VALUE_BITS, heads[..., -1])] * dim // 128
 
 
 def constants(group: int) -> str:
@@ -177,7 +178,7 @@ def constants(group: int) -> str:
     group: numbers of a quantisation group
     """
     names = {name: getattr(schedule, name) for name in ("SINK", "WINDOW", "PROMPT", "TAIL", "FIELDS")}
-    names |= {column.name: column.value for column in schedule.Split} | {"PAGE": PAGE, "CELL": group}
+    names |= {column.name: column.value for column in schedule.Split} | {"PAGE": PAGE, "CELL": group, "ENDS": ENDS}
     names |= {f"OF_{bits}": channel_bytes(bits, group=group) for bits in (16, 8, 4, 2)}
     names["OF_THIRD"] = channel_bytes(3) - channel_bytes(2)
     return f"enum {{ {', '.join(f'{name} = {n}' for name, n in names.items())} }};\n#line 1\n"

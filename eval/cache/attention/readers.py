@@ -17,10 +17,11 @@ from leank.eval.cache.attention.kernels import banded
 from leank.eval.cache.attention.schedule import Part
 from leank.eval.cache.storage.banded import Banded
 from leank.eval.cache.storage.codecs import PageSegment
-from leank.eval.cache.storage.quantised import BANDS, Packing
+from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.store import Store
 from leank.eval.cache.storage.upload import upload
+from leank.precision import BANDS
 
 AHEAD = 4 * variants.PAGE_BYTES  # bytes of pages that a program may ask for before it needs them, where it can choose
 SHARED = 208_000  # bytes that a program has for them at most
@@ -91,7 +92,7 @@ def pages_reader(store: Store) -> Reader:
         instructions = codes.effort(heads, dim) * codes.BYTES_OF_EFFORT
     else:
         instructions = np.take([variants.effort(one, dim) * EFFORT for one in found] or [0], numbers)
-    cost = np.where(heads[..., :BANDS].any(-1), np.maximum(np.add(*tail.page_bytes()), instructions), 0)
+    cost = np.where(heads[..., : len(BANDS)].any(-1), np.maximum(np.add(*tail.page_bytes()), instructions), 0)
 
     def config(tile_rows: int, few: bool) -> Config:
         # `banded.stages_of` says how many pages each variant asks for ahead, so that all launches have one compiled
@@ -118,7 +119,7 @@ def move(store: Store, done: Tensor) -> None:
     codec, tail, index = store.middle.bits, store.tail, store.channels.index
     assert isinstance(codec, Packing | Banded)
     batch, heads, slots, dim = store.ring_k.shape
-    bands = np.broadcast_to(codec.heads_of(store.channels.count), (batch, heads, 6))
+    bands = np.broadcast_to(codec.heads_of(store.channels.count), (batch, heads, len(schedule.BITS)))
     banded.move[(batch, heads)](
         *(store.ring_k, store.ring_v, tail.k, tail.v, index, tail.places()),
         upload(bands.astype(np.int32), index.device),

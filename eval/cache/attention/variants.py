@@ -11,8 +11,8 @@ from itertools import combinations
 
 import numpy as np
 
-from leank.eval.cache.storage.quantised import BANDS, Head
-from leank.precision import GROUP, ROOM, key_bytes, value_bytes
+from leank.eval.cache.storage.quantised import Head
+from leank.precision import BANDS, GROUP, ROOM, key_bytes, value_bytes
 
 LEAST_LINES = 32  # lines of codes that a product takes, a byte each; a line of the narrow band has four channels
 MOST = 4  # variants where V has not more widths: each takes some ten seconds to compile
@@ -69,7 +69,7 @@ def page_bytes(variant: Variant, head_dim: int, itemsize: int, group: int = GROU
 def needed(head: Sequence[int]) -> Variant:
     """The smallest variant that reads a head."""
     steps = (ROOM, LEAST_LINES, LEAST_LINES, 4 * LEAST_LINES)
-    return *(-(-n // step) * step for n, step in zip(head[:BANDS], steps, strict=True)), head[-1]
+    return *(-(-n // step) * step for n, step in zip(head[: len(BANDS)], steps, strict=True)), head[-1]
 
 
 def _joint(pair: Iterable[Variant]) -> Variant:

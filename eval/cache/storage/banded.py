@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from leank.eval.cache.storage.codecs import BandCodec, PageCodec, PageSegment
-from leank.eval.cache.storage.quantised import BANDS, WHOLE_BAND, Head, Narrow, Packing
+from leank.eval.cache.storage.quantised import WHOLE_BAND, Head, Narrow, Packing
 from leank.eval.cache.storage.segment import Extent, round_up
-from leank.precision import GROUP, WHOLE, Precision, counts, key_bytes, value_bytes, value_group
+from leank.precision import BANDS, GROUP, WHOLE, Precision, counts, key_bytes, value_bytes, value_group
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Banded(BandCodec):
 
     def segment(self, extent: Extent) -> PageSegment:
         """An empty segment. Raises ValueError if other channels are kept than have bits."""
-        if (extent.channels.count != self.counts[:, :BANDS].sum(-1)).any():
+        if (extent.channels.count != self.counts[:, : len(BANDS)].sum(-1)).any():
             raise ValueError("a layout of bits says itself which channels are kept; leave out another choice of them")
         return super().segment(extent)
 
@@ -101,5 +101,5 @@ def codecs(precision: Precision) -> list[Banded]:
         Banded(tuple(map(tuple, of_keys)), tuple(of_values), ())
         for of_keys, of_values in zip(precision.key_bits.tolist(), precision.value_bits.tolist(), strict=True)
     ]
-    heads = tuple(head for layer in layers for head in layer.heads if any(head[:BANDS]))
+    heads = tuple(head for layer in layers for head in layer.heads if any(head[: len(BANDS)]))
     return [replace(layer, every_head=heads) for layer in layers]

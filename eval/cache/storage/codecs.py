@@ -113,7 +113,7 @@ class PageCodec(BandCodec):
     A page is a plane of codes, in bytes, then a plane of numbers in the model's dtype. Here every vector of a token has
     codes in whole bytes and one number. A subclass whose pages lie otherwise says so in `pages`, `pack` and `unpack`.
 
-    bits: of a code, 2, 3, 4 or 8
+    bits: of a code, one of PLANES
     """
 
     bits: int

@@ -47,15 +47,14 @@ from torch.nn.functional import pad
 
 from leank.eval.cache.storage.codecs import PLANES, Folds, PageCodec, PageSegment, fold, unfold
 from leank.eval.cache.storage.segment import PAGE, Count, Extent, round_up
-from leank.precision import GROUP, ROOM, WHOLE, key_bytes, value_bytes
+from leank.precision import COUNTED, GROUP, ROOM, WHOLE, key_bytes, value_bytes
 
 # By bits, how codes join in the bytes of a page of K, [64, C] or [64, C in the order of bits], and of V, [D, 64].
 K_FOLDS: dict[int, Folds] = {8: (), 4: ((-2, 4),), 2: ((-1, 2), (-2, 4)), 1: ((-1, 2), (-1, 1), (-2, 4))}
 V_FOLDS: dict[int, Folds] = {8: (), 4: ((-2, 4),), 2: ((-2, 4), (-2, 2)), 1: ((-2, 2), (-2, 1), (-1, 4))}
 
 
-BANDS = 4  # of 16, 8 and 4 bits, and the narrow one
-# channels of K in 16, 8 and 4 bits, narrow ones, those of them with 3 bits, and the bits of V
+# channels of K in each of `COUNTED`: in 16, 8 and 4 bits, narrow ones, those of them with 3 bits; then the bits of V
 Head = tuple[int, ...]
 
 
@@ -208,12 +207,12 @@ def _from_lines(x: Tensor) -> Tensor:
 class Packing(PageCodec):
     """KIVI's codec: every kept channel of K, and V, in as many bits. Raises ValueError for other numbers."""
 
-    bits: int = 2  # of a number, 2, 3, 4 or 8
+    bits: int = 2  # of a number, one of PLANES
     group: int = 32  # numbers in a group, a divisor of 64 that fills whole bytes
 
     def __post_init__(self) -> None:
         if self.bits not in PLANES:
-            raise ValueError(f"bits={self.bits} must be 2, 3, 4 or 8")
+            raise ValueError(f"bits={self.bits} must be one of {', '.join(map(str, sorted(PLANES)))}")
         if self.group < 1 or PAGE % self.group or self.group * self.bits % 8:
             raise ValueError(f"group={self.group} must divide {PAGE} and be at least {8 // self.bits}; KIVI uses 32")
 
@@ -244,9 +243,7 @@ class Packing(PageCodec):
 
     def heads_of(self, count: np.ndarray) -> np.ndarray:
         """What heads store that keep `count` [B, H] channels, [B, H, 6] as in `Head`."""
-        widths = (16, 8, 4, 2, 3)
-        own = [count * (self.bits == width or (width == 2 and self.bits == 3)) for width in widths]
-        return np.stack([*own, np.full_like(count, self.bits)], -1)
+        return np.stack([*(count * (self.bits in own) for own in COUNTED), np.full_like(count, self.bits)], -1)
 
     def page_bytes(self, head_dim: int, count: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
         *of_keys, values = np.moveaxis(self.heads_of(count), -1, 0)

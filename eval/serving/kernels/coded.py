@@ -3,8 +3,8 @@
 The bytes are those of `eval.cache.attention.kernels.banded`, which packs a page (`put_group`) and multiplies its codes
 (`_sums`). What is here finds the tokens and the pages by block tables. The page layout is that of `eval.serving.coded`.
 
-Names as in eval.serving.kernels.paged. bands: int32 [H, 8], channels in 16, 8 and 4 bits, narrow ones, those of them
-with 3, the bits of V, the variant that reads the head, and 1 if it keeps a channel.
+Names as in eval.serving.kernels.paged. bands: int32 [H, FIELDS], what a head stores (`quantised.Head`), the variant
+that reads it, and 1 if it keeps a channel.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from leank import precision
 from leank.eval.cache.attention.kernels.banded import (
     BANDS,
+    OF_HEAD,
     WIDTHS,
     Blocks,
     _room,
@@ -31,8 +33,9 @@ from leank.eval.cache.attention.kernels.packed import HALF, ROOM, _together
 from leank.eval.serving.kernels.paged import _ends, _look_up, stripe_of, tiles_of, window_from
 from leank.precision import GROUP
 
-FIELDS = tl.constexpr(8)  # of a head in `bands`
-PAGE = tl.constexpr(64)  # tokens of a page
+FIELDS = tl.constexpr(OF_HEAD.value + 2)  # of a head in `bands`; the last two are VARIANT and KEEPS
+VARIANT, KEEPS = OF_HEAD, tl.constexpr(OF_HEAD.value + 1)
+PAGE = tl.constexpr(precision.PAGE)  # tokens of a page
 CELL = tl.constexpr(GROUP)  # numbers that share a scale
 
 # fmt: off
@@ -99,7 +102,7 @@ def pack(
             source = b - first
         number = first // PAGE + item // H % most
         filled = (number * PAGE + PAGE <= end) & (number * PAGE >= sink_size)
-        if filled & (tl.load(bands + head * FIELDS + 7) > 0):
+        if filled & (tl.load(bands + head * FIELDS + KEEPS) > 0):
             kept_row = kept_table + (request + b).to(tl.int64) * kept_b
             rest_row = rest_table + (request + b).to(tl.int64) * rest_b
             start, _, _, v_start = stripe_of(stripes, head)
@@ -159,7 +162,7 @@ def read(query, where, row, tiles_read, scale, F: tl.constexpr, CODES: tl.conste
         blocks = Blocks(pages, pages.to(tl.pointer_type(tl.uint8), bitcast=True), kept,
                         tl.multiple_of(page * NUMBER, 16), tl.multiple_of(page_bytes, 16))
         n, _ = bands_of(bands)
-        variant = tl.load(bands + 6)
+        variant = tl.load(bands + VARIANT)
         for i in tl.static_range(len(CODES.VARIANTS)):
             if variant == i:
                 a0, a1, a2, a3, top, sums = _sums(
@@ -284,7 +287,7 @@ def gather(
     first = tl.load(plan + 3 * plan_b + b)
     sink = tl.minimum(sink_size, first)
     of_window = window_from(first, sink, window, PAGE)
-    few = tl.load(bands + head * FIELDS + 7) == 0
+    few = tl.load(bands + head * FIELDS + KEEPS) == 0
     gap = tl.where(few, of_window - sink, 0)  # a head without a middle sees the window right behind the sink
     count = first + tl.load(plan + b + 1) - at - gap
     begin = tl.program_id(0) * PAGE

@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from leank import precision
+from leank.eval.cache.attention import codes
 from leank.eval.cache.attention.kernels.columns import (
     FIELDS,
     FIRST,
@@ -30,8 +32,8 @@ from leank.eval.cache.attention.kernels.columns import (
 )
 from leank.eval.serving.kernels.paged import window_from
 
-PAGE = tl.constexpr(64)  # tokens of a page of codes
-ENDS = tl.constexpr(16)  # tokens of sink and window that a warp reads at a time
+PAGE = tl.constexpr(precision.PAGE)  # tokens of a page of codes
+ENDS = tl.constexpr(codes.ENDS)  # tokens of sink and window that a warp reads at a time
 COLUMNS = tl.constexpr(triton.next_power_of_2(FIELDS.value))
 
 # fmt: off

@@ -23,18 +23,19 @@ from leank.eval.cache.attention.launch import Kernel
 from leank.eval.cache.attention.readers import EFFORT, READERS, Config
 from leank.eval.cache.attention.schedule import Part, Split
 from leank.eval.cache.storage.banded import codecs
-from leank.eval.cache.storage.quantised import BANDS, Packing
+from leank.eval.cache.storage.codecs import PLANES
+from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.models import ModelConfig, load_model
-from leank.precision import KEY_BITS, VALUE_BITS, Precision, channel_bytes
+from leank.precision import BANDS, COUNTED, KEY_BITS, VALUE_BITS, WHOLE, Precision, channel_bytes
 from leank.shape import kv_shape
 from tests.helpers import emulated
 from tests.helpers.layouts import layout, layout_mask
 
 DTYPE = torch.bfloat16 if ON_GPU else torch.float16
 interpreted = pytest.mark.skipif(ON_GPU, reason="the same on the device below")
-EACH = [((bits,), (4,)) for bits in (2, 3, 4, 8, 16)] + [((4,), (bits,)) for bits in (2, 3, 8, 16)]
+EACH = [((bits,), (4,)) for bits in KEY_BITS[1:]] + [((4,), (bits,)) for bits in VALUE_BITS if bits != 4]
 ALL = (KEY_BITS, VALUE_BITS)
 SOME = ((0, 2, 4), (2, 4))
 OF_COUNTS = ((16, 16), (8, 8), (4, 4), (2, 3), (3, 3))  # bits of the channels that `Banded.counts` counts
@@ -101,8 +102,8 @@ def test_variants_have_room_for_every_head_and_are_few():
             found = variants.variants(codec.model_heads(128), 128)
             assert len(found) <= max(variants.MOST, len(VALUE_BITS))
             for head, number in zip(codec.heads, variants.numbers(found, np.array(codec.heads)), strict=True):
-                if any(head[:BANDS]):
-                    assert (np.array(head[:BANDS]) <= found[number][:-1]).all()
+                if any(head[: len(BANDS)]):
+                    assert (np.array(head[: len(BANDS)]) <= found[number][:-1]).all()
                     assert head[-1] == found[number][-1]
     few = Precision(torch.full((2, 2, 64), 4, dtype=torch.uint8), torch.full((2, 2), 2, dtype=torch.uint8))
     assert variants.variants(codecs(few)[0].model_heads(64), 64) == ((0, 0, 64, 0, 2),)
@@ -194,11 +195,20 @@ def test_codes_have_the_constants_of_the_table_and_of_pages(group):
     expected = {name: getattr(schedule, name) for name in ("SINK", "WINDOW", "PROMPT", "TAIL", "FIELDS")}
     expected |= {column.name: int(column) for column in Split}
     scales = 64 // group * 4
-    expected |= dict(PAGE=PAGE, CELL=group, OF_16=128, OF_8=64 + scales, OF_4=32 + scales, OF_2=16 + scales, OF_THIRD=8)
+    expected |= dict(PAGE=64, CELL=group, ENDS=codes.ENDS)
+    expected |= dict(OF_16=128, OF_8=64 + scales, OF_4=32 + scales, OF_2=16 + scales, OF_THIRD=8)
     declared = {name: int(number) for name, number in re.findall(r"(\w+) = (\d+)", codes.constants(group))}
     assert declared == expected
     source = (Path(codes.__file__).parent / "kernels" / "codes.cu").read_text(encoding="utf-8")
     assert not re.search(rf"\b({'|'.join(expected)})\b\s*=[^=]|\benum\b", source)
+
+
+def test_every_width_is_stored_counted_and_has_planes():
+    assert [*KEY_BITS] == [0, *VALUE_BITS] == [0, *sorted(bits for band in BANDS for bits in band)]
+    assert {bits: sum(planes) for bits, planes in PLANES.items()} == {bits: bits for bits in VALUE_BITS if bits < WHOLE}
+    assert len(schedule.BITS) == len(COUNTED) + 1
+    for table in (Part, Split):
+        assert [*table.__members__.values()] == [*range(len(table))]
 
 
 def test_triton_has_the_constants_of_the_schedule():

@@ -24,11 +24,12 @@ from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.quantised import Packing
 from leank.eval.cache.storage.store import Store
 from leank.eval.methods.bits.fp8 import Scaled
-from leank.precision import KEY_BITS, VALUE_BITS, Precision
+from leank.precision import Precision
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, tiny_model
 
 GOLDEN = Path(__file__).with_name("golden.json")
 SIZES = Sizes(4, 70, 64)
+WIDTHS = (2, 3, 4, 8, 16)  # of the layout, whatever others there are
 NAMES = ("mask", "means", "kivi 2", "kivi 4", "kivi 8", "layout", "fp8", "heavy hitters")
 
 
@@ -46,8 +47,8 @@ def middles(name: str, layers: int, heads: int, dim: int) -> list[Middle]:
         some = [{"bits": Packing(int(name[-1]), min(32, dim))} for _ in range(layers)]
     elif name == "layout":
         which = torch.randint(5, (layers, heads, dim), generator=torch.Generator().manual_seed(4)) + 1
-        of_keys = torch.tensor(KEY_BITS, dtype=torch.uint8)[which] * keep
-        of_values = torch.tensor(VALUE_BITS, dtype=torch.uint8).repeat(layers * heads)[: layers * heads]
+        of_keys = torch.tensor(WIDTHS, dtype=torch.uint8)[which - 1] * keep
+        of_values = torch.tensor(WIDTHS, dtype=torch.uint8).repeat(layers * heads)[: layers * heads]
         some = [{"bits": codec} for codec in codecs(Precision(of_keys, of_values.view(layers, heads)))]
     elif name == "fp8":
         some = [{"bits": Scaled(0.5)} for _ in range(layers)]

@@ -17,7 +17,7 @@ from leank.eval.cache.storage.store import Store
 from leank.eval.serving import attention
 from leank.eval.serving.coded import CodedLayout, page_layout
 from leank.mask import ChannelMask
-from leank.precision import Precision
+from leank.precision import KEY_BITS, VALUE_BITS, Precision
 from tests.helpers.layouts import layout
 from tests.helpers.serving import Server
 from tests.oracles import cache_attention as naive
@@ -31,7 +31,7 @@ SCALE = DIM**-0.5
 
 def a_precision(seed, layers=1):
     """Random bits of at most half of a number's bytes; head 0 is empty."""
-    return layout((layers, HEADS, DIM), seed, keys=(0, 2, 3, 4, 8), values=(2, 3, 4, 8))
+    return layout((layers, HEADS, DIM), seed, keys=KEY_BITS[:-1], values=VALUE_BITS[:-1])
 
 
 def tokens(generator, n, dtype=torch.float64):

@@ -9,7 +9,7 @@ from leank.eval.cache import compressed_cache
 from leank.eval.cache.attention.softmax import PLAIN, Softmax
 from leank.eval.cache.storage.quantised import Packing
 from leank.mask import ChannelMask
-from leank.precision import GROUP, Precision
+from leank.precision import GROUP, VALUE_BITS, Precision
 from leank_train.forward.branching import Branch, Prefix, branch, prefill
 from leank_train.forward.stored import StoredPass, rounded, stored, stored_student, widths_of
 from tests.conftest import tiny_model
@@ -66,7 +66,7 @@ def slow(q, k, v, widths, scale, plain, middle, first, softcap, sinks):
 
 def one(x, width, fade=True):
     """A channel [T] of K in cells along tokens, or a token [D] of V in one cell, at a real width."""
-    below = max(b for b in (2, 3, 4, 8, 16) if b <= max(2, width))
+    below = max(b for b in VALUE_BITS if b <= max(2, width))
     error = torch.cat([fake_quantise(cell, below) - cell for cell in x.split(GROUP)]) if below < 16 else 0 * x
     found = x + error * (2**below - 1) / (2 ** width.clamp(min=2) - 1)
     return found * (width / 2).clamp(max=1) if fade else found

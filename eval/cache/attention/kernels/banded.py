@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from leank import precision
-from leank.eval.cache.attention import variants
+from leank.eval.cache.attention import schedule, variants
 from leank.eval.cache.attention.kernels.columns import EIGHT, FOUR, NARROW, THIRD, VARIANT, WHOLE
 from leank.eval.cache.attention.kernels.packed import (
     AT_ONCE,
@@ -40,10 +40,12 @@ from leank.eval.cache.attention.kernels.packed import (
     step_of,
     unit_of,
 )
-from leank.eval.cache.storage.quantised import BANDS as BAND_COUNT
-from leank.precision import GROUP, VALUE_BITS
+from leank.eval.cache.storage.codecs import PLANES
+from leank.precision import COUNTED, GROUP, VALUE_BITS
 
-BANDS = tl.constexpr(BAND_COUNT)
+BANDS = tl.constexpr(len(precision.BANDS))
+COUNTS = tl.constexpr(len(COUNTED))
+OF_HEAD = tl.constexpr(len(schedule.BITS))  # numbers of a `quantised.Head`
 LINES = tl.constexpr(variants.LEAST_LINES)  # of a piece
 WIDTHS = tl.constexpr(len(VALUE_BITS))
 # Triton refuses functions that it does not compile, unless they are constants
@@ -89,7 +91,7 @@ def width_of(number):
 @triton.constexpr_function
 def first_plane(bits):
     """Bits of a code's first plane, in a page of V."""
-    return 2 if bits == 3 else bits
+    return PLANES[bits][0]
 
 
 @triton.constexpr_function
@@ -672,9 +674,11 @@ def _put_page(
 
 @triton.jit
 def bands_of(bands):
-    """Channels of a head's bands, as `page_bytes` takes them, and the bits of its V, from int32 [6]."""
-    n = (tl.load(bands), tl.load(bands + 1), tl.load(bands + 2), tl.load(bands + 3), tl.load(bands + 4))
-    return n, tl.load(bands + 5)
+    """Channels of a head's bands, as `page_bytes` takes them, and the bits of its V, from int32 [OF_HEAD]."""
+    n = tl.tuple([])
+    for i in tl.static_range(COUNTS):
+        n += (tl.load(bands + i),)
+    return n, tl.load(bands + COUNTS)
 
 
 @triton.jit
@@ -721,7 +725,7 @@ def move(
 
     The bytes are exactly those that `PageSegment.append` writes.
     k, v: bytes; places count in them
-    bands: int32 [B, H, 6], channels in 16, 8 and 4 bits, narrow ones, those of them with 3, and the bits of V
+    bands: int32 [B, H, OF_HEAD], what heads store, `quantised.Head`
     G: numbers of a quantisation group
     """
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -736,7 +740,7 @@ def move(
             index += b * index_b + h * D
             ring_k += head * slots * D
             ring_v += head * slots * D
-            n, width = bands_of(bands + head * 6)
+            n, width = bands_of(bands + head * OF_HEAD)
             length = tl.load(length_ptr + head)
             oldest, amount = (start % slots).to(tl.int32), due.to(tl.int32)
             NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8

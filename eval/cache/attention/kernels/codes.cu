@@ -31,7 +31,7 @@ through; the part PROMPT begins behind the sink.
 Compiled for D channels of a head (64 or 128), GROUP query heads for each KV head, ROWS query rows of a program, at
 most 8, WARPS warps, and HALF, 1 for float16, 0 for bfloat16; for a pool with BLOCK tokens of a block of codes, 0 =
 there is none, and REST_BLOCK whole tokens of a block. Declared before this file, by `codes.constants`: the columns of the schedule, FIELDS, the kinds of parts,
-PAGE, CELL, the numbers that share a scale, and OF_16 to OF_THIRD, the bytes that a channel of K takes of a page by its bits. */
+PAGE, CELL, the numbers that share a scale, ENDS, the tokens of sink and window that a warp reads at a time, and OF_16 to OF_THIRD, the bytes that a channel of K takes of a page by its bits. */
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -42,7 +42,6 @@ constexpr int THREADS = 32 * WARPS;
 static_assert(PAGE == 64 && (CELL == 64 || CELL == 32), "lines of a page are two halves of 32 tokens");
 constexpr int TILES = D / 16, GROUPS = D / CELL;
 constexpr int HALVES = PAGE / CELL;  // of a page's tokens, each with scales of K of its own
-constexpr int ENDS = 16;  // tokens of sink and window that a warp reads at a time
 
 constexpr bool PAGED = BLOCK > 0;
 constexpr int EACH = PAGED ? BLOCK / PAGE : 1;  // pages of codes of a block
@@ -304,7 +303,7 @@ DEVICE void logits(float (&s)[4][4], float (&bias)[HALVES][4], u32 k, u32 q, con
   if (STEP != 1 && room > 0)
     for (int w = 0; w < 4; w++)
       for (int c = 0; c < 4; c++) s[w][c] *= STEP;
-  k += room * 128, room = Bands::room(n.eight), at = k + g * room + 4 * i;
+  k += room * OF_16, room = Bands::room(n.eight), at = k + g * room + 4 * i;
   u32 scales = k + 64 * room + 16 * i;
 #pragma unroll 1
   for (int step = 0; step < room; step += 16, at += 16, scales += 64, q += 256) {
