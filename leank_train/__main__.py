@@ -80,7 +80,8 @@ def fitted(given: DictConfig, named: Sequence[str], experiment: bool) -> tuple[D
     from leank.backbone import load_config
     from leank.typed import BadConfig
     from leank_train.doctor import fitting
-    from leank_train.settings import check, plain
+    from leank_train.recipes import check
+    from leank_train.settings import plain
 
     if experiment:
         return given, ""

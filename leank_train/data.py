@@ -1,7 +1,6 @@
 """Training batches: token ids of documents, questions and answers; a batch depends on its seed and step alone."""
 
 import itertools
-import math
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple, Self
@@ -107,11 +106,6 @@ class RetrievalData(L.LightningDataModule):
             prefetch_factor=4 if self.workers else None,
             pin_memory=torch.cuda.is_available(),
         )
-
-    def held_out(self, documents: int) -> list[Batch]:
-        """Return batches of this rank that no step trains on; those of all ranks have `documents` documents or more."""
-        steps = self._steps()
-        return [steps[HELD_OUT + i] for i in range(math.ceil(documents / (self.documents * steps.world)))]
 
     def _steps(self) -> Steps:
         rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

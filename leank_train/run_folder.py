@@ -43,7 +43,7 @@ class Run:
         return {
             "model": config.model.name, "architecture": architecture(backbone.model.config),
             "config": self.fingerprint, "sink": pruning.sink, "window": pruning.window, "seed": config.seed,
-            "lengths": [data.min_length, data.max_length], "steps": config.stage1.steps + config.stage2.steps,
+            "lengths": [data.min_length, data.max_length], "steps": config.steps,
             "versions": {"torch": torch.__version__, "lightning": L.__version__},
         }  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""Settings of a training run, which are checked before any weights are loaded, and their fingerprint.
+"""Settings that training runs of all recipes share, and their fingerprint.
 
-Each group of the configuration is a class with its own checks. `check` adds those that depend on the model and files.
-The classes of stages, processes, model and logger stand where they are used.
+Each group of the configuration is a class with its own checks. `check_outside` has those that depend on files and on
+the model, of which no weights are loaded. The classes of stages, processes, model and logger stand where they are used.
 """
 
 import hashlib
@@ -16,16 +16,14 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedConfig
 
 from leank import backbone as backbones
-from leank.allocation import check_align
 from leank.backbone import Backbone, ModelConfig
 from leank.data_gen import haystack
 from leank.data_gen.tasks import Mixture, prompts, task
 from leank.errors import naming
 from leank.rotary import layer_ropes
-from leank.shape import check_config, sliding_window
-from leank.typed import BadConfig, Checked, Count, Positive, Samples, Seed, Share, typed
+from leank.shape import DecoderShape, check_config, sliding_window
+from leank.typed import BadConfig, Checked, Count, Positive, Samples, Seed
 from leank.wandb_log import LoggerConfig
-from leank_train.objective import steering
 from leank_train.running.parallel import TrainerConfig
 from leank_train.stages import PruningConfig, StageConfig
 
@@ -104,15 +102,14 @@ class ValidationConfig(Checked):
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig(Checked):
-    """A whole training run, conf/train/train.yaml."""
+    """What any training run is told, conf/train/train.yaml; a recipe (`leank_train.recipes`) adds what it learns."""
 
     model: ModelConfig
     data: DataConfig
     pruning: PruningConfig
     stage1: StageConfig
-    stage2: StageConfig
     trainer: TrainerConfig
     validation: ValidationConfig
     logger: LoggerConfig = field(default_factory=LoggerConfig)
@@ -122,41 +119,10 @@ class RunConfig(Checked):
     checkpoint_every: Positive = 50  # steps between checkpoints
     workers: Annotated[int, Ge(0), Le(1024)] = 1  # processes that make data
     requeues: Count = 50  # how often a Slurm job may put itself back into the queue
-    # other pruning ratios, for each of which the scores of stage 1 also give a mask
-    extra_ratios: Sequence[Annotated[Share, "it is a share of channels to prune, e.g. 0.9"]] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         pruning, data, validation = self.pruning, self.data, self.validation
-        for stage, key, other in (("stage2", "lam", 1), ("stage2", "l1", 1), ("stage1", "straight_through", 2)):
-            value, default = getattr(getattr(self, stage), key), getattr(StageConfig, key)
-            need(value == default, f"{stage}.{key}={value!r} has no effect: only stage {other} has it; leave it out")
-        need(
-            self.stage1.lam != steering.AUTO or (self.stage1.l1, self.stage1.reduction) == ("mean", "official"),
-            f"stage1.l1={self.stage1.l1!r} and stage1.reduction={self.stage1.reduction!r} with stage1.lam='auto': the "
-            "limits of a steered lambda fit means; set stage1.l1=mean and stage1.reduction=official, or give a number",
-        )
-        need(
-            not pruning.nested or (self.stage1.lam == steering.AUTO and not self.stage1.patience + self.stage2.steps),
-            f"pruning.nested={list(pruning.nested)} needs stage1.lam=auto, stage1.patience=0 and stage2.steps=0: the "
-            "steered fall of all scores in stage 1 orders the channels, and stage 2 learns one ratio alone",
-        )
-        need(
-            pruning.learns == "scores"
-            or not (self.stage2.steps + self.stage1.patience or self.stage1.lam != steering.AUTO),
-            f"pruning.learns={pruning.learns} needs stage1.lam=auto, stage1.patience=0 and stage2.steps=0",
-        )
-        need(
-            pruning.basis == "channels" or (pruning.bytes is not None and self.trainer.sequence_parallel == 1),
-            f"pruning.basis={pruning.basis} is of layouts of bits, from whole documents; set pruning.bytes and "
-            "trainer.sequence_parallel=1, or pruning.basis=channels",
-        )
-        elsewhere = self.stage2.steps + self.stage1.patience or self.extra_ratios or 0 in pruning.budgets
-        need(
-            pruning.bytes is None or not (elsewhere or self.stage1.lam != steering.AUTO),
-            f"pruning.bytes={pruning.bytes} learns a layout of bits, which needs stage1.lam=auto, stage1.patience=0, "
-            "stage2.steps=0, extra_ratios=[] and budgets above 0 in pruning.nested",
-        )
         shortest = {"data.min_length": data.min_length}
         if validation.samples:
             shortest["validation.lengths"] = min(validation.lengths)
@@ -172,6 +138,16 @@ class RunConfig(Checked):
             "the weights where trainer.shard_weights=true; set validation.samples=0, and use "
             "python -m leank.eval on the mask",
         )
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of all stages."""
+        return self.stage1.steps
+
+    def check_shape(self, shape: DecoderShape) -> None:
+        """Raise ValueError for a model in whose heads this recipe cannot prune what it is told to."""
+        dim, align = shape.head_dim, self.pruning.align
+        need(dim % align == 0, f"pruning.align={align} does not divide head_dim={dim}; use a divisor such as 16")
 
     def mixture(self, backbone: Backbone, stage: str = "stage1", per_length: int = 1) -> Mixture:
         """Return the documents of "stage1" or "stage2"; `per_length` neighbours share a length, as in a step."""
@@ -190,19 +166,13 @@ def plain(given: DictConfig | Mapping[str, object]) -> dict[str, object]:
     return {str(key): value for key, value in found.items()}
 
 
-def check(given: DictConfig | Mapping[str, object]) -> RunConfig:
-    """Return the typed settings of a configuration, after all checks that need no weights.
-
-    Raises BadConfig for a setting that cannot work, ValueError for an unknown task, FileNotFoundError if the model or
-    files that settings name are missing.
-    """
-    resolved = plain(given)
-    config = typed(RunConfig, {**resolved, "logger": {} if resolved.get("logger") is None else resolved["logger"]})
-    data, validation = config.data, config.validation
+def check_outside(config: RunConfig) -> None:
+    """Raise ValueError or FileNotFoundError for tasks, files or a model that settings name and do not fit."""
+    data, validation, name = config.data, config.validation, config.model.name
     for where, names in (("data", data.tasks), ("validation", (validation.tasks or []) if validation.samples else [])):
-        for name in names:
+        for one in names:
             with naming(f"{where}.tasks"):
-                task(name)
+                task(one)
     if data.essays is not None:
         haystack.sentences(data.essays, "train")
     if data.text is not None:
@@ -210,29 +180,17 @@ def check(given: DictConfig | Mapping[str, object]) -> RunConfig:
             haystack.sentences(data.text, "train")
     if data.prompts is not None:
         prompts.read(data.prompts)
-    longest = {"data.max_length": data.max_length}
-    if validation.samples:
-        longest["validation.lengths"] = max(validation.lengths)
-    check_model(config, longest)
-    return config
-
-
-def check_model(config: RunConfig, longest: dict[str, int]) -> None:
-    """Raise BadConfig if the model's config does not fit the settings, of which `longest` are tokens of sequences."""
-    name = config.model.name
     model = backbones.load_config(name, config.model.overrides)
     kind = f"model.name={name} ({model.model_type})"
     with naming(f"model.name={name}"):
-        dim, align = check_config(model).head_dim, config.pruning.align
-    if config.pruning.bytes is not None:
-        try:
-            check_align(dim, align)
-        except ValueError as error:
-            raise BadConfig(f"pruning.{error}") from None
-    need(dim % align == 0, f"pruning.align={align} does not divide head_dim={dim} of {kind}; use a divisor such as 16")
+        shape = check_config(model)
+    longest = {"data.max_length": data.max_length}
+    if validation.samples:
+        longest["validation.lengths"] = max(validation.lengths)
     check_positions(model, kind, longest)
     for rope in layer_ropes(model):
         check_rope(config, rope, kind)
+    config.check_shape(shape)
 
 
 def check_positions(model: PreTrainedConfig, kind: str, longest: dict[str, int]) -> None:

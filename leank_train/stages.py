@@ -1,28 +1,24 @@
-"""The two training stages (section 3) as Lightning modules over one frozen decoder.
+"""What the stages of all recipes share: their settings, and a Lightning module over one frozen decoder.
 
-stage 1   minimise  d(H_full, H_scaled) + lambda ||alpha||_1   over alpha [L, H, D], from all ones
-stage 2   minimise  d(H_full, H_scaled)                        with beta = Top_{s%, r}(alpha), straight-through
-
-The distance d of teacher and student is the stage's objective, a class of `leank_train.objective`.
+A stage minimises the distance of teacher and student at the answer tokens, its objective (`leank_train.objective`);
+a recipe (`leank_train.recipes`) says what the student reads.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
-from annotated_types import Ge, Gt, Le
+from annotated_types import Gt, Le
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from leank.backbone import Backbone
-from leank.mask import ROUNDINGS, ChannelMask
-from leank.typed import Checked, Count, OneOf, Positive, Share
+from leank.typed import Checked, Count, OneOf, Positive
 from leank_train.data import Batch, Ragged
-from leank_train.forward.branching import Branch, Prefix, branch, prefill, student
+from leank_train.forward.branching import Branch, Prefix, branch, prefill
 from leank_train.forward.fused import EMPTY_HEADS
 from leank_train.forward.plan import to_device
 from leank_train.forward.sequence_parallel import prefill_in_shares
@@ -45,49 +41,19 @@ class StageConfig(Checked):
     reduction: Annotated[str, OneOf(*distill.REDUCTIONS)] = "official"  # of the distance; see `l2.L2`
     clamp: bool = True  # whether alpha stays in [0, 1]
     empty_heads: Annotated[str, OneOf(*EMPTY_HEADS)] = "zero"  # what Eq. 1 does for a head without channels
-    lam: Annotated[float, Ge(0), Le(1000), "the paper has 0.06"] | Auto = 0.0  # "auto" steers it to the pruning ratio
-    l1: Annotated[str, OneOf(*distill.L1_FORMS)] = "mean"  # stage 1's penalty; see `distill.l1_penalty`
-    straight_through: Annotated[str, OneOf(*distill.STRAIGHT_THROUGH)] = "binary"  # see `distill.straight_through`
     objective: Annotated[str, OneOf(*OBJECTIVES)] = "l2"  # a name in `leank_train.objective`
-    patience: Count = 0  # looks at held-out documents in a row without a gain that end the stage; 0 never looks
-    heldout_every: Positive = 20  # steps between two looks
-    heldout_documents: Positive = 8  # held-out documents, of all ranks together
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PruningConfig(Checked):
-    """The mask to learn."""
+    """What any recipe is told of the middle."""
 
-    ratio: Annotated[Share, "it is the share of channels to prune, e.g. 0.7"]  # share of K channels to prune
-    align: Positive = 32  # every head keeps a multiple of this number of channels
-    rounding: Annotated[str, OneOf(*ROUNDINGS)] = "exact"  # see `ChannelMask.from_scores`
+    align: Positive = 32  # channels of a block, which is kept, or has one width, as a whole
     sink: Count = 128  # sink, window: first and last tokens that keep all channels
     window: Positive = 1024
     # what a pruned channel has in the middle: "none" is 0 (the paper), "mean" its mean over calibration documents
     # (`ChannelMask.mean_keys`), which a mask's file then holds
     compensation: Annotated[str, OneOf("none", "mean")] = "none"
-    # other ratios for which stage 1 orders the channels, so that the mask of a higher ratio is part of that of a lower
-    # one; none is the paper's way. With `bytes`, other budgets.
-    nested: Sequence[Annotated[Share, "it is a share of channels to prune, e.g. 0.9"]] = ()
-    # what stage 1 learns: the paper's "scores" of channels, or "factors" by which the closed form's losses are wrong
-    # (`leank_train.layouts`); a layout of bits always learns factors
-    learns: Annotated[str, OneOf("scores", "factors")] = "scores"
-    # what has bits of its own in a layout: K's "channels", or coordinates in a basis of each of the "heads", which the
-    # closed form finds (`leank_train.layouts.key_bases`) and the mask's file holds
-    basis: Annotated[str, OneOf("channels", "heads")] = "channels"
-    # a budget, the share of dense's bytes that the middle may take; it makes the run learn a layout of bits
-    # (`leank_train.layouts`) and not a mask, so that `ratio` and `rounding` have no effect. None is the paper's way.
-    bytes: Annotated[float, Gt(0), Le(1), "it is a share of dense's bytes, e.g. 0.3"] | None = None
-
-    @property
-    def budgets(self) -> list[float]:
-        """The budgets of a layout, rising; `bytes` is among them."""
-        return [] if self.bytes is None else sorted({self.bytes, *self.nested})
-
-    @property
-    def highest(self) -> float:
-        """The highest ratio to learn."""
-        return max((self.ratio, *self.nested))
 
 
 def read_documents(
@@ -119,20 +85,15 @@ def read(
 
 
 class Stage(L.LightningModule):
-    """What both stages share: the frozen decoder, alpha, Adam, and the distillation loss of Eq. 1."""
+    """The frozen decoder, alpha, Adam, and the distillation loss of Eq. 1; a subclass has the student."""
 
     backbone: Backbone
-    learned = "a score for every key channel"  # as the progress line says it
+    learned: str  # what, as the progress line says it
 
     def __init__(
-        self,
-        backbone: Backbone,
-        config: StageConfig,
-        pruning: PruningConfig,
-        alpha: Tensor | None = None,
-        parallel: TrainerConfig | None = None,
-        mean_keys: Tensor | None = None,
-    ) -> None:
+        self, backbone: Backbone, config: StageConfig, pruning: PruningConfig, alpha: Tensor | None = None,
+        parallel: TrainerConfig | None = None, mean_keys: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Make alpha, the only parameter: a copy of scores [L, H, D], ones by default.
 
         parallel: how processes share the work; one process by default.
@@ -170,33 +131,21 @@ class Stage(L.LightningModule):
         """Raise RuntimeError for another alpha than a stage can have had."""
         self.like_alpha(checkpoint["state_dict"]["alpha"])
 
-    def mask(self) -> ChannelMask:
-        """Return beta = Top_{s%, r}(alpha)."""
-        return ChannelMask.from_scores(self.alpha, self.pruning.ratio, self.pruning.align, self.pruning.rounding)
-
-    def scores(self) -> Tensor:
-        """Return what takes alpha's place in Eq. 1, [L, H, D]."""
-        return self.alpha
-
     def penalty(self) -> Tensor:
         """Return the regulariser of the loss."""
         return self.alpha.new_zeros(())
 
-    def distillation(self, batch: Batch, beta: Tensor | None = None) -> Tensor:
-        """Return the distance of student and teacher at the answer tokens; beta [L, H, D]: a mask as it is deployed."""
+    def distillation(self, batch: Batch) -> Tensor:
+        """Return the distance of student and teacher at the answer tokens."""
         model = self.backbone.model
         prefix, question, full = read(
             model, batch, self.parallel.prefill_kernel, self.mean_keys, self.pruning.sink, self.ranks
         )
-        return self.objective.distance(full, self.student(prefix, question, batch, beta), batch.answers.lengths)
+        return self.objective.distance(full, self.student(prefix, question, batch), batch.answers.lengths)
 
-    def student(self, prefix: Prefix, question: Branch, batch: Batch, beta: Tensor | None) -> Tensor:
-        """Return the student's rows of the answers, [R, N, hidden]; beta as in `distillation`."""
-        scores, empty = (self.scores(), self.config.empty_heads) if beta is None else (beta.to(self.alpha), "drop")
-        return student(
-            self.backbone.model, prefix, question, batch.answers.ids, batch.answers.lengths, scores,
-            sink=self.pruning.sink, window=self.pruning.window, empty_heads=empty,
-        )  # fmt: skip
+    def student(self, prefix: Prefix, question: Branch, batch: Batch) -> Tensor:
+        """Return the student's rows of the answers, [R, N, hidden]."""
+        raise NotImplementedError
 
     def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:
         """Return the loss of one batch, and the values that a run records."""
@@ -209,13 +158,6 @@ class Stage(L.LightningModule):
         self.log("alpha", values["alpha_mean"], prog_bar=True, logger=False)
         self._loss_of_all_ranks = mean + penalty.detach()
         return {"loss": distillation + penalty, **values}
-
-    @torch.no_grad()
-    def heldout(self, batches: Sequence[Batch]) -> float:
-        """Return the distance under the mask that the scores give, the mean over these batches of every rank."""
-        beta = self.mask().keep
-        losses = [self._over_ranks(batch, self.distillation(batch, beta))[1] for batch in batches]
-        return float(torch.stack(losses).mean())
 
     def backward(self, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Run the backward pass; raise ValueError if the loss of all ranks is not finite."""
@@ -260,55 +202,3 @@ class Stage(L.LightningModule):
         if self.config.clamp:
             with torch.no_grad():
                 self.alpha.clamp_(0.0, 1.0)
-
-
-class Stage1(Stage):
-    """Learn alpha: distillation with the continuous scores, plus lambda * L1 (section 3.1)."""
-
-    lam: Tensor | float
-    path: Tensor
-
-    def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(*given, **more)
-        if self.pruning.nested:
-            self.register_buffer("path", torch.zeros_like(self.alpha))  # the sum of alpha over the steps
-        if self.config.lam == steering.AUTO:
-            self.register_buffer("lam", torch.tensor(steering.START))  # a buffer: checkpoints hold it
-        else:
-            self.lam = float(self.config.lam)
-
-    def penalty(self) -> Tensor:
-        return self.lam * distill.l1_penalty(self.alpha, self.config.l1)
-
-    def finish(self) -> None:
-        """For nested ratios, score a channel by its mean over the stage, which tells in what order they fell."""
-        if self.pruning.nested and self.config.steps:
-            with torch.no_grad():
-                self.alpha.copy_(self.path / self.config.steps)
-
-    def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:
-        found = super().training_step(batch, index)
-        lam = self.lam.clone() if isinstance(self.lam, Tensor) else self.alpha.new_full((), self.lam)
-        self.log("stage1/lam", lam)
-        return {**found, "lam": lam}
-
-    def optimizer_step(self, *given: Any, **more: Any) -> None:
-        """Make a step of alpha, then steer lambda; it depends on alpha alone, so all ranks get the same."""
-        step, before = self.trainer.global_step + 1, self.alpha.detach().mean()
-        super().optimizer_step(*given, **more)
-        if self.pruning.nested:
-            self.path += self.alpha.detach()
-        if isinstance(self.lam, Tensor):
-            after = self.alpha.detach().mean()
-            steering.steer(self.lam, before, after, step, self.config.steps, self.pruning.highest)
-
-
-class Stage2(Stage):
-    """Learn alpha under the binary mask of a given ratio and alignment (section 3.2)."""
-
-    learned = "which channels stay at the pruning ratio"
-
-    def scores(self) -> Tensor:
-        """Return beta, with alpha's gradient in the backward pass."""
-        beta = self.mask().keep.to(self.alpha.device)
-        return distill.straight_through(self.alpha, beta, self.config.straight_through)

@@ -73,7 +73,7 @@ def benchmark(config: RunConfig) -> Ruler:
 
 def compared(config: RunConfig, mask: ChannelMask) -> list[Method]:
     """Return what is compared at one share of channels, but for dense; a layout of bits with KIVI's 4 and 2 bits."""
-    ratio, sizes = config.pruning.ratio, {"sink": config.pruning.sink, "window": config.pruning.window}
+    ratio, sizes = mask.metadata.get("ratio"), {"sink": config.pruning.sink, "window": config.pruning.window}
     if mask.precision is not None:
         sizes["flush"], kivi = GROUP, {"name": "kivi", "group": math.gcd(32, mask.keep.shape[-1])}
         axes: dict[str, object] = {"leank": {"channels": {"name": "leank", "mask": mask}}}

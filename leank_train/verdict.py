@@ -174,9 +174,9 @@ def judge(
         rivals = {name: Kivi.of(backbone.shape, bits) for name, bits in KIVI.items()}
         compared |= rivals
         shares |= {name: one.middle_bytes for name, one in rivals.items()}
-    elif config.pruning.ratio:
+    elif isinstance(ratio := masks[MASK].metadata["ratio"], float) and ratio:
         with suppress(ValueError):  # a model that rotates only part of a head has no such mask
-            compared[FREQUENCIES] = lowest_frequencies(backbone.model.config, config.pruning.ratio).keep
+            compared[FREQUENCIES] = lowest_frequencies(backbone.model.config, ratio).keep
             ratios[FREQUENCIES] = ratios[MASK]
     found = _measure(config, backbone, documents, compared, masks[MASK].mean_keys, signals)
     losses = {

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, Qwen2Config
 
 from leank import backbone
 from leank.eval.__main__ import refuse_repeated
-from leank_train import settings
+from leank_train import recipes, settings
 from tests import ROOT
 from tests.helpers.composed import training
 
@@ -67,7 +67,7 @@ def published(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_passes_the_checks(name, published):
     config = training(f"+experiment={name}")
-    assert settings.check(config).name == name
+    assert recipes.check(config).name == name
     assert len(settings.fingerprint(config)) == 12
 
 

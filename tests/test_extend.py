@@ -18,7 +18,8 @@ from leank.eval.methods import REGISTRY, build_method, name_of
 from leank.eval.methods.memory import match, share_of_dense
 from leank_train.data import collate
 from leank_train.objective import base as objectives
-from leank_train.stages import PruningConfig, Stage1, StageConfig
+from leank_train.recipes.paper import Stage1, Stage1Config
+from leank_train.recipes.recipe import MaskPruning
 from tests import ROOT
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, left_padded, tiny_model
 from tests.helpers.composed import evaluation
@@ -119,9 +120,9 @@ def test_a_stage_minimises_the_objective(model_folder, monkeypatch):
     batch = collate(backbone, [Mixture({"multikey": 1}, backbone.tokenizer, 300, 400, questions=2)[0]])
     losses = {}
     for alpha in (1.0, 0.9):
-        config = StageConfig(5, 0.1)
+        config = Stage1Config(5, 0.1)
         object.__setattr__(config, "objective", "cosine")  # its annotation knows the files that were there at import
-        stage = Stage1(backbone, config, PruningConfig(0.7, sink=4, window=32), torch.full(backbone.shape, alpha))
+        stage = Stage1(backbone, config, MaskPruning(ratio=0.7, sink=4, window=32), torch.full(backbone.shape, alpha))
         losses[alpha] = stage.distillation(batch)
     assert losses[1.0].abs() < 1e-6 < losses[0.9]
     stage.backward(losses[0.9])

@@ -28,6 +28,7 @@ from leank.eval.run.replay import Settings
 from leank.shipped import resolve
 from leank.typed import Checked, OneOf, typed
 from leank.wandb_log import LoggerConfig
+from leank_train import recipes
 from leank_train import settings as training
 from leank_train.running import parallel
 from leank_train.train import check_inputs
@@ -167,7 +168,7 @@ def base_of_evaluation(choice):
 
 def describe_training(config):
     """All that training checks before it loads weights, and its first documents."""
-    made = training.check(config)
+    made = recipes.check(config)
     training.fingerprint(config)
     parallel.role(made.trainer)
     name, overrides = made.model.name, made.model.overrides
@@ -203,7 +204,9 @@ def broken_texts(config):
     return [config] if isinstance(config, str) and config and config.splitlines() != [config] else []
 
 
-TRAINING, EVALUATION = [*of_class(training.RunConfig), Setting(("mask",), Mapping)], of_evaluation()
+RECIPES = (recipes.Paper, recipes.Factors, recipes.Layouts)
+TRAINING = [*{key.path: key for kind in RECIPES for key in of_class(kind)}.values(), Setting(("mask",), Mapping)]
+EVALUATION = of_evaluation()
 BASES = {describe_training: base_of_training, describe_evaluation: base_of_evaluation}
 
 

@@ -55,9 +55,6 @@ def losses(stage1: Recorder, stage2: Recorder) -> Figure:
         smooth = pd.Series(y).rolling(max(1, len(y) // 30), min_periods=1).mean()
         left.plot(x, smooth, line, color=colour, label=f"distillation loss, {name}")
         right.plot(x, [s["alpha_mean"] for s in record.steps], line, color=colour)
-        if record.looks:
-            steps, found = zip(*record.looks, strict=True)
-            left.plot(np.array(steps) + offset, found, "o", color=colour, label=f"held-out documents, {name}")
         if name == "stage 1":
             left.plot(x, [s["penalty"] for s in record.steps], ":", color=GREEN, label="penalty on alpha, stage 1")
         offset = int(x[-1])

@@ -110,7 +110,6 @@ class Course(TypedDict):
     times: list[float]
     seconds: float
     peak_bytes: int
-    looks: list[tuple[int, float]]
 
 
 class Recorder(L.Callback):
@@ -123,7 +122,6 @@ class Recorder(L.Callback):
         self.times: list[float] = []  # seconds of each step, with the wait for its data; the first with the set-up
         self.seconds = 0.0  # their sum
         self.peak_bytes = 0  # most memory that tensors of this process took on its GPU; 0 on a CPU
-        self.looks: list[tuple[int, float]] = []  # (step, loss) at held-out documents, set at the end of a stage
 
     def on_train_start(self, trainer: L.Trainer, *_: object) -> None:
         self._last = time.monotonic()

@@ -6,7 +6,8 @@ import torch
 
 from leank.shape import kv_shape
 from leank_train.data import Batch, Ragged
-from leank_train.stages import PruningConfig, Stage1, StageConfig
+from leank_train.recipes.paper import Stage1, Stage1Config
+from leank_train.recipes.recipe import MaskPruning
 from tests.oracles.plain_forward import Form, plain
 
 SINK, WINDOW = 3, 8
@@ -46,8 +47,8 @@ def compare(model, reduction="official"):
     scores = torch.rand(kv_shape(config), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     scores[0, 0] = 0
     backbone = SimpleNamespace(model=model, shape=kv_shape(config))
-    settings = StageConfig(9, 0.1, objective="kl", reduction=reduction)
-    stage = Stage1(backbone, settings, PruningConfig(0.5, sink=SINK, window=WINDOW), scores)
+    settings = Stage1Config(9, 0.1, objective="kl", reduction=reduction)
+    stage = Stage1(backbone, settings, MaskPruning(ratio=0.5, sink=SINK, window=WINDOW), scores)
     asked = batch([30, 25], [4, 2, 6, 3], [3, 5, 1, 4])  # shorter than the sliding windows
     loss = stage.distillation(asked)
     (gradient,) = torch.autograd.grad(loss, stage.alpha)

@@ -30,7 +30,8 @@ from leank.typed import BadConfig
 from leank_train import consult, doctor
 from leank_train.__main__ import fitted
 from leank_train.keys import KeySizes, _of_keys, joined, of_files, of_text
-from leank_train.settings import check, fingerprint
+from leank_train.recipes import Layouts, check
+from leank_train.settings import fingerprint
 from tests.helpers.composed import evaluation, training
 from tests.helpers.families import FAMILIES, REFUSED, UNTRAINED, build
 from tests.helpers.tiny_run import save_model
@@ -102,7 +103,7 @@ def test_the_commands_fit_the_model_and_the_machine(name, gpu, tmp_path):
     program, *overrides = shlex.split(train)[2:]
     assert program == "leank_train"
     config = check(training(*overrides))
-    assert (config.pruning.bytes is None) == bool(kv_shape(load_config(name)).head_dim % 16)
+    assert isinstance(config, Layouts) != bool(kv_shape(load_config(name)).head_dim % 16)
     assert (config.stage1.steps > 0) == gpu
     assert gpu or config.data.max_length * config.data.calibration <= 8192
     assert evaluation(*shlex.split(evaluates)[3:])["benchmark"]["name"] == "text"

@@ -12,9 +12,10 @@ from leank.data_gen import chat, haystack
 from leank.data_gen.tasks.prompts import LEAST, REPLY
 from leank.typed import BadConfig
 from leank_train import replies
+from leank_train.recipes import check
 from leank_train.run_folder import claimed
 from leank_train.running import parallel
-from leank_train.settings import check, plain
+from leank_train.settings import plain
 from leank_train.train import run
 from tests.helpers.refusals import says
 from tests.helpers.text_tokenizers import tokenizer

@@ -28,7 +28,7 @@ from leank.eval.run.replay import Replay
 from leank.typed import BadConfig, Checked, Count, OneOf, Positive, Share, _adapters, typed
 from leank.wandb_log import LoggerConfig
 from leank_train.objective import distill
-from leank_train.settings import check
+from leank_train.recipes import check
 from leank_train.stages import Stage
 from leank_train.train import run
 from tests import ROOT
@@ -170,12 +170,18 @@ def test_evaluation_refuses_nonsense(make, message):
     ("overrides", "message"),
     [
         (["+sead=3"], r"sead is no setting; did you mean seed\? There are model, data"),
-        (["++stage2.lam=inf"], r"stage2\.lam=inf must be"),
+        (["++stage2.lam=inf"], r"stage2\.lam is no setting; "),
+        (["stage1.lam=inf"], r"stage1\.lam=inf must be"),
         (["data.tasks=3"], r"data\.tasks=3 must be"),
         (["+logger._target_=os.system"], r"logger\._target_ is no setting"),
-        (["++stage2.lam=auto"], "stage2.lam='auto' has no effect: only stage 1 has it; leave it out"),
-        (["++stage2.l1=sum"], "stage2.l1='sum' has no effect: only stage 1 has it"),
-        (["++stage1.straight_through=alpha_beta"], "stage1.straight_through='alpha_beta' has no effect: only stage 2"),
+        (["++stage1.straight_through=alpha_beta"], "stage1.straight_through is no setting"),
+        (
+            ["pruning.nested=[0.8]"],
+            r"nested=\[0\.8\] has no effect without pruning\.learns=factors or .*; set pr",
+        ),
+        (["pruning.basis=heads"], "basis='heads' has no effect without .* pruning.bytes; set pruning.basis=channels"),
+        (["pruning.learns=x"], "pruning.learns='x' must be 'scores' or 'factors'"),
+        (["pruning.learns=factors"], "stage2.steps=10 has no effect on masks by factors .*; set stage2.steps=0"),
         (["stage1.l1=sum"], "stage1.l1='sum' and stage1.reduction='official' with stage1.lam='auto': .* fit means"),
         (["stage1.reduction=paper"], "stage1.reduction='paper' with stage1.lam='auto'"),
         (["trainer.sequence_parallel=2"], "trainer.sequence_parallel=2 needs several processes"),

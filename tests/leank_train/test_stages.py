@@ -6,7 +6,8 @@ import torch
 from leank import backbone as backbones
 from leank.data_gen.tasks import Mixture
 from leank_train.data import collate
-from leank_train.stages import PruningConfig, Stage1, StageConfig
+from leank_train.recipes.paper import Stage1, Stage1Config
+from leank_train.recipes.recipe import MaskPruning
 
 
 @pytest.mark.parametrize(("reduction", "size"), [("official", 1e-4), ("paper", 100)])
@@ -17,8 +18,8 @@ def test_gradients_survive_float16(model_folder, objective, reduction, size):
     for dtype in ("float32", "float16"):
         backbone = backbones.load(str(model_folder), dtype)
         mixed = Mixture({"multikey": 1}, backbone.tokenizer, 300, 400, questions=2)
-        config = StageConfig(5, 0.1, objective=objective, reduction=reduction)
-        stage = Stage1(backbone, config, PruningConfig(0.7, sink=4, window=32), torch.full(backbone.shape, 0.9))
+        config = Stage1Config(5, 0.1, objective=objective, reduction=reduction)
+        stage = Stage1(backbone, config, MaskPruning(ratio=0.7, sink=4, window=32), torch.full(backbone.shape, 0.9))
         stage.backward(stage.distillation(collate(backbone, [mixed[0]])) * size)
         found[dtype] = stage.alpha.grad
     exact, half = found.values()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,8 @@ from leank.mask import ChannelMask
 from leank.shape import DecoderShape, kv_shape
 from leank.shipped import SHIPPED, resolve
 from leank_train.data import HELD_OUT, collate
-from leank_train.settings import check
-from leank_train.stages import Stage1
+from leank_train.recipes import check
+from leank_train.recipes.paper import Stage1
 from leank_train.train import run
 from leank_train.verdict import MASK, NO_MIDDLE, STAGE1, TASKS, Kivi, Verdict, _divergences, equal, mixtures
 from tests.helpers.tiny_run import settings
@@ -125,11 +126,12 @@ def test_the_divergence_is_that_of_a_stage(model_folder, compensated):
     keep = torch.rand(tuple(backbone.shape), generator=torch.Generator().manual_seed(0)) < 0.3
     keep[0, 1] = False
     means = torch.randn(tuple(backbone.shape), generator=torch.Generator().manual_seed(1)) if compensated else None
-    stage = Stage1(backbone, config.stage1, config.pruning, parallel=config.trainer, mean_keys=means)
+    drop = replace(config.stage1, empty_heads="drop")
+    stage = Stage1(backbone, drop, config.pruning, keep.float(), config.trainer, means)
     for mixture in mixtures(config, backbone).values():
         batch = collate(backbone, [mixture[2 * HELD_OUT]])
         found = dict(_divergences(config, backbone, batch, {"mine": keep, "dense": torch.ones_like(keep)}, means))
-        assert found["mine"] == pytest.approx(float(stage.distillation(batch, keep)), rel=1e-5)
+        assert found["mine"] == pytest.approx(float(stage.distillation(batch)), rel=1e-5)
         assert found["dense"] == pytest.approx(0, abs=1e-6)
         assert found["mine"] > 1e-4
 

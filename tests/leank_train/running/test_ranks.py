@@ -21,8 +21,8 @@ from leank_train.data import RetrievalData, Steps, collate
 from leank_train.forward import fused, sequence_parallel, stored
 from leank_train.forward.branching import prefill
 from leank_train.forward.sequence_parallel import block_attention, prefill_in_shares, share
+from leank_train.recipes import check
 from leank_train.running.parallel import shard
-from leank_train.settings import check
 from leank_train.train import run
 from tests.conftest import tiny_model
 from tests.helpers.branches import DOCUMENTS, batch, pad, step
@@ -153,13 +153,13 @@ def test_killed_ranks_go_on_to_the_means_layouts_and_verdict_of_one_process(
 def test_a_signal_to_one_rank_ends_all_after_their_documents(model_folder, tmp_path):
     death = """
 import os, signal
-from leank_train import layouts
-draw = layouts._towards_labels
+from leank_train import closed_form
+draw = closed_form._towards_labels
 def interrupted(*given):
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)
     return draw(*given)
-layouts._towards_labels = interrupted
+closed_form._towards_labels = interrupted
 """
     output = forked_ranks(model_folder, tmp_path, "ranks", *KINDS["closed_form"], death=death)
     assert output.count("stopped by SIGTERM; ") == output.count("ranks keeps its checkpoints; to go on:") == 1
@@ -169,12 +169,12 @@ layouts._towards_labels = interrupted
 def test_a_rank_that_fails_ends_all_with_a_line_each(model_folder, tmp_path):
     death = """
 import os
-from leank_train import layouts
+from leank_train import closed_form
 def failing(*given):
     if os.environ["RANK"] == "1":
         raise ValueError("this document is damaged")
     return original(*given)
-original, layouts._towards_labels = layouts._towards_labels, failing
+original, closed_form._towards_labels = closed_form._towards_labels, failing
 """
     output = forked_ranks(model_folder, tmp_path, "ranks", *KINDS["closed_form"], death=death)
     assert "Traceback" not in output

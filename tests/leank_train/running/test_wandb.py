@@ -33,11 +33,9 @@ def folders(tmp_path_factory):
         patch.setenv("WANDB_API_KEY", SECRET)
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("WANDB_SILENT", "true")
-        given = "patience=1", "heldout_every=1", "heldout_documents=1"
-        looks = [f"stage{n}.{setting}" for n in (1, 2) for setting in given]
         steps = ["stage1.steps=2", "stage2.steps=1"]
         with drawn():
-            train(settings(model, *VALIDATION, "logger=wandb", *steps, *looks), top / "train")
+            train(settings(model, *VALIDATION, "logger=wandb", *steps), top / "train")
         config = evaluation(
             f"model.name={model}", f"mask={top / 'train/mask.safetensors'}", "method=[dense,leank,random]",
             "benchmark.tasks=[niah_multikey_2,niah_single_1]", "benchmark.lengths=[320,384]", "benchmark.samples=1",
