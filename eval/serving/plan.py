@@ -2,7 +2,8 @@
 
     python -m leank.eval.serving.plan MASK --longest 32768 --memory 16
 
-MASK is a mask.safetensors, with or without a layout of bits, or a published .pth mask.
+MASK is a mask.safetensors, with or without a layout of bits, or a published .pth mask. With --model, a model that a
+server would refuse is refused here.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     """Command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mask")
+    parser.add_argument("--model", help="its folder, or its name on the hub; its configuration is read")
     parser.add_argument("--longest", type=int, default=8192, help="max-model-len")
     parser.add_argument("--step", type=int, default=8192, help="max-num-batched-tokens")
     parser.add_argument("--memory", type=float, default=1, help="GiB for pages")
@@ -97,6 +99,8 @@ def planned(args: argparse.Namespace) -> str:
     assert settings is not None
     mask = ChannelMask.load(args.mask)
     mask.refuse_basis("the vLLM plug-in")
+    if args.model is not None:
+        refuse_model(args.model, mask)
     block = args.block or (32 if mask.precision is None else PAGE)
     server = Server(args.memory * 2**30, args.longest, args.step, block, args.itemsize, not args.no_hits, args.ranks)
     stock, pruned = server.stock(mask.keep), server.pruned(mask, settings.sink, settings.window)
@@ -108,6 +112,24 @@ def planned(args: argparse.Namespace) -> str:
     return (f"tokens admitted: {stock:,} without the mask, {pruned:,} with it, {pruned / stock:.2f} times as many "
             f"(sink {settings.sink}, window {settings.window}; by the bytes alone "
             f"{server.by_bytes(mask, settings.sink, settings.window):.2f})")  # fmt: skip
+
+
+def refuse_model(model: str, mask: ChannelMask) -> None:
+    """Raise ValueError that names what of a model's layers a server cannot hold, or why the mask is not for it."""
+    from transformers import AutoConfig
+
+    from leank.eval.serving.settings import wrong_layers
+    from leank.shape import sliding_window
+
+    config = AutoConfig.from_pretrained(model).get_text_config(decoder=True)
+    window = sliding_window(config)
+    for wrong, why in (
+        *wrong_layers(config),
+        (window is not None, f"{config.model_type} has a sliding window of {window}; take a model of full attention"),
+    ):
+        if wrong:
+            raise ValueError(f"--model {model}: {why}")
+    mask.check_model(config)
 
 
 if __name__ == "__main__":

@@ -133,7 +133,10 @@ def _wrong(config: Any, settings: ServerSettings) -> Iterator[tuple[bool, str]]:
     yield model.is_multimodal_model, f"{text.model_type} takes more than text; serve its language model alone"
     yield model.is_hybrid, f"{text.model_type} has layers without attention; take a model with attention alone"
     yield bool(model.get_sliding_window()), f"{text.model_type} has a sliding window; take a model of full attention"
-    yield config.speculative_config is not None, "speculative decoding is not supported; drop --speculative-config"
+    yield (
+        config.speculative_config is not None,
+        "speculative decoding is not supported; drop speculative_config (--speculative-config, --spec-method)",
+    )
     # vLLM makes a connector of it, so it is named first
     yield bool(cache.kv_offloading_size), "offloading of the KV cache is not supported; drop --kv-offloading-size"
     yield config.kv_transfer_config is not None, "KV connectors are not supported; drop --kv-transfer-config"
@@ -146,9 +149,16 @@ def _wrong(config: Any, settings: ServerSettings) -> Iterator[tuple[bool, str]]:
         cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
         f"kv-cache-dtype={cache.cache_dtype} is not supported; the cache has the model's dtype, so take auto",
     )
+    yield model.enable_sleep_mode, "sleep mode is not supported; drop --enable-sleep-mode"
+    yield (
+        parallel.enable_dbo or parallel.ubatch_size > 1,
+        "steps in parts are not supported; drop --enable-dbo and --ubatch-size",
+    )
+    # nobody asks an engine that comes later whether it prunes
+    yield parallel.enable_elastic_ep, "engines that come and go are not supported; drop --enable-elastic-ep"
     for name in ("pipeline", "decode_context", "prefill_context"):
         size = getattr(parallel, f"{name}_parallel_size", 1)
-        yield size != 1, f"{name}-parallel-size={size} is not supported; take 1"
+        yield size != 1, f"{name.replace('_', '-')}-parallel-size={size} is not supported; take 1"
     yield bool(cache.kv_sharing_fast_prefill), "drop --kv-sharing-fast-prefill: no layers of the model share a cache"
     yield (
         bool(config.scheduler_config.disable_hybrid_kv_cache_manager),

@@ -371,6 +371,7 @@ class Asked:
     due: seconds after the start at which it arrives
     leave: tokens of the reply after which it is cancelled, None = never
     probe: whether its reply is compared
+    reads: whether it may read the prefix cache
     times: seconds after the start at which its tokens came
     reply, logprobs: its tokens so far, and for a probe the two best tokens at each
     cached: tokens of the prompt from the prefix cache
@@ -382,6 +383,7 @@ class Asked:
     due: float = 0.0
     leave: int | None = None
     probe: bool = False
+    reads: bool = True
     times: list[float] = field(default_factory=list)
     reply: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Any]] = field(default_factory=list)
@@ -401,8 +403,9 @@ def drive(llm: Any, asked: Sequence[Asked], at_once: int) -> float:
             one = asked[left[-1]]
             top = 2 if one.probe else None
             params = SamplingParams(
-                temperature=0, max_tokens=one.tokens, ignore_eos=True, logprobs=top, detokenize=False
-            )
+                temperature=0, max_tokens=one.tokens, ignore_eos=True, logprobs=top, detokenize=False,
+                skip_reading_prefix_cache=not one.reads,
+            )  # fmt: skip
             core.add_request(str(left[-1]), {"prompt_token_ids": one.prompt}, params)
             open_[str(left.pop())] = one
         if not open_:

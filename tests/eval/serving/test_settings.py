@@ -16,7 +16,7 @@ from leank.eval.serving import guard, plan, plugin, serve
 from leank.eval.serving.coded import page_layout
 from leank.eval.serving.plan import Server
 from leank.eval.serving.rest import RestBlocks
-from leank.eval.serving.settings import NAMES, ServerSettings, wrong_layers
+from leank.eval.serving.settings import NAMES, ServerSettings, _wrong, check_config, wrong_layers
 from leank.mask import ChannelMask
 from tests import ROOT
 from tests.helpers.layouts import layout_mask, random_bases
@@ -77,10 +77,9 @@ def test_wrong_settings_are_named(additional, environment, words):
 
 
 class Engine:
-    worker_extension_cls = ""
-
     """Arguments of an engine, whose configuration is the environment that its processes get."""
 
+    worker_extension_cls = ""
     additional_config = None
 
     def create_engine_config(self):
@@ -187,6 +186,68 @@ def test_models_with_other_layers_are_refused_by_their_configuration(kind, said)
     assert not wrong or (said in wrong[0] and wrong[0].startswith(kind) and "take a model" in wrong[0])
 
 
+def configuration(**changes):
+    """What `check_config` reads of vLLM's configuration; changes: section__name=value, or a section."""
+    found = {
+        "model_config": SimpleNamespace(
+            runner_type="generate", use_mla=False, is_multimodal_model=False, is_hybrid=False, max_model_len=8192,
+            model="some/model", dtype=torch.bfloat16, enable_sleep_mode=False, get_sliding_window=lambda: None,
+            hf_text_config=SimpleNamespace(model_type="llama"),
+        ),
+        "cache_config": SimpleNamespace(kv_offloading_size=None, cache_dtype="auto", kv_sharing_fast_prefill=False),
+        "parallel_config": SimpleNamespace(
+            pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1,
+            enable_dbo=False, ubatch_size=0, enable_elastic_ep=False,
+        ),
+        "scheduler_config": SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        "speculative_config": None, "kv_transfer_config": None,
+    }  # fmt: skip
+    for name, value in changes.items():
+        section, _, field = name.partition("__")
+        if field:
+            setattr(found[section], field, value)
+        else:
+            found[section] = value
+    return SimpleNamespace(**found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"speculative_config": object()}, "speculative_config"),
+        ({"kv_transfer_config": object()}, "drop --kv-transfer-config"),
+        ({"cache_config__kv_offloading_size": 4.0, "kv_transfer_config": object()}, "drop --kv-offloading-size"),
+        ({"cache_config__cache_dtype": "fp8"}, "kv-cache-dtype=fp8"),
+        ({"cache_config__cache_dtype": "int4_per_token_head"}, "kv-cache-dtype=int4_per_token_head"),
+        ({"cache_config__kv_sharing_fast_prefill": True}, "drop --kv-sharing-fast-prefill"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline-parallel-size=2"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "decode-context-parallel-size=2"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "prefill-context-parallel-size=2"),
+        ({"parallel_config__enable_dbo": True}, "drop --enable-dbo"),
+        ({"parallel_config__ubatch_size": 2}, "--ubatch-size"),
+        ({"parallel_config__enable_elastic_ep": True}, "drop --enable-elastic-ep"),
+        ({"model_config__enable_sleep_mode": True}, "drop --enable-sleep-mode"),
+        ({"model_config__runner_type": "pooling"}, "take --runner generate"),
+        ({"model_config__use_mla": True}, "latent attention"),
+        ({"model_config__is_hybrid": True}, "layers without attention"),
+        ({"model_config__is_multimodal_model": True}, "more than text"),
+        ({"model_config__get_sliding_window": lambda: 4096}, "sliding window"),
+        ({"model_config__max_model_len": 256}, "window=256 is no less than max-model-len=256"),
+        ({"scheduler_config__disable_hybrid_kv_cache_manager": True}, "drop --disable-hybrid-kv-cache-manager"),
+    ],
+)
+@pytest.mark.parametrize("mask", [MASK, LAYOUT])
+def test_what_would_be_wrong_beside_a_mask_is_refused_by_name(monkeypatch, mask, changes, said):
+    platform = SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=SimpleNamespace()))
+    served = ServerSettings(str(mask), 64, 256)
+    assert not [words for wrong, words in _wrong(configuration(), served) if wrong]
+    with pytest.raises(ValueError, match=f"LEANK_MASK=.*{said}") as refused:
+        check_config(configuration(**changes), served)
+    assert len(str(refused.value).splitlines()) == 1
+
+
 def test_every_engine_is_asked():
     assert asyncio.run(serve._reports(Client([["a", "b"], ["c"]]))) == ["a", "b", "c"]
     assert asyncio.run(serve._reports(Client([["a", "b"]], every=False))) == ["a", "b"]
@@ -269,6 +330,7 @@ def test_the_plan_is_printed(capsys):
         (["--memory", "1e-9"], "less than a request of --longest 8192"),
         (["--block", "7"], "block_size=7 must be a multiple of 16"),
         (["--block", "1000000000000"], "block=1000000000000 must be less"),
+        (["--ranks", "3"], "tensor-parallel-size=3 does not divide the model's 4 KV heads"),
     ],
 )  # fmt: skip
 def test_a_plan_of_no_server_is_refused_in_one_line(arguments, said):
@@ -276,6 +338,30 @@ def test_a_plan_of_no_server_is_refused_in_one_line(arguments, said):
         plan.main([str(MASK), *arguments])
     assert said in str(ended.value.code)
     assert len(str(ended.value.code).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("llama", {}, None),
+        ("llama", {"num_hidden_layers": 6}, "has the shape [7, 4, 64]"),
+        ("mistral", {"sliding_window": 64}, "mistral has a sliding window of 64"),
+        ("qwen3_next", {}, "qwen3_next has layers of linear_attention"),
+        ("gemma3_text", {}, "gemma3_text has layers of sliding_attention"),
+        ("gpt_oss", {}, "gpt_oss has attention sinks"),
+    ],
+)
+def test_a_plan_for_a_model_that_no_server_takes_is_refused_by_name(tmp_path, capsys, kind, changes, said):
+    own = {"num_hidden_layers": 7, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    model = tmp_path / "reference"  # the name in the mask
+    AutoConfig.for_model(kind, **{**own, **changes}).save_pretrained(model)
+    with nullcontext() if said is None else pytest.raises(SystemExit) as ended:
+        plan.main([str(MASK), "--model", str(model), "--ranks", "2"])
+    if said is None:
+        assert "tokens admitted" in capsys.readouterr().out
+    else:
+        assert said in str(ended.value.code)
+        assert len(str(ended.value.code).splitlines()) == 1
 
 
 sizes = st.builds(
