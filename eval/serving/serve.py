@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from leank.cli import ending
+from leank.errors import in_one_line
 
 if TYPE_CHECKING:
     from leank.eval.serving.guard import Report
@@ -52,7 +53,19 @@ def main() -> None:
         try:
             serve(["--model", given.model, *options], settings)
         except RuntimeError as error:
-            sys.exit(f"leank-serve: {error}")
+            sys.exit(f"leank-serve: {_cause(error)}")
+
+
+def _cause(error: RuntimeError) -> str:
+    """What a user can do about a RuntimeError; vLLM's own of an engine that did not start says no more than that."""
+    said = in_one_line(str(error))
+    if not said.startswith("Engine core initialization failed"):
+        return said
+    return (
+        f"the engine did not start, and the first error in the log above says why ({said}); if it lacks memory, take "
+        "a smaller --max-model-len or --max-num-seqs, a larger --gpu-memory-utilization (on a CPU "
+        "VLLM_CPU_KVCACHE_SPACE), or more ranks"
+    )
 
 
 def sets(options: list[str], name: str) -> bool:

@@ -77,7 +77,7 @@ def known(args: argparse.Namespace, ends: int, vocabulary: int) -> list[Asked]:
     def ids(count: int) -> list[int]:
         return [draw.randrange(10, vocabulary) for _ in range(count)]
 
-    prefixes, found = [ids(ends // 2) for _ in range(PREFIXES)], []
+    prefixes, found = [ids(ends // 4) for _ in range(PREFIXES)], []
     for number in range(args.known):
         tokens = draw.randint(args.reply // 4, args.reply)
         if number % 2:
@@ -112,9 +112,9 @@ def counting(scheduler: Any) -> list[str]:
     names: list[str] = []
     preempt = scheduler._preempt_request
 
-    def noted(request: Any, *others: Any) -> None:
+    def noted(request: Any, *args: Any, **kwargs: Any) -> None:
         names.append(request.request_id)
-        preempt(request, *others)
+        preempt(request, *args, **kwargs)
 
     scheduler._preempt_request = noted
     return names

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from leank.eval.serving import guard, plan, plugin, serve
+from leank.eval.serving import settings as settings_module
 from leank.eval.serving.coded import page_layout
 from leank.eval.serving.plan import Server
 from leank.eval.serving.rest import RestBlocks
@@ -134,6 +135,29 @@ def test_an_unknown_version_is_refused_before_anything_inside_vllm_is_imported(m
     monkeypatch.setattr(plugin, "_exported", {})
     with pytest.raises(ValueError, match=f"not {version}"):
         engine({"mask": str(MASK)})
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': -9}",
+         "the engine did not start, and the first error in the log above says why .*-9.*a smaller --max-model-len"),
+        ("rank 1 of 2\nhas not answered", "rank 1 of 2 has not answered"),
+    ],
+)  # fmt: skip
+def test_an_engine_that_does_not_start_ends_the_server_in_one_line(clean, error, said):
+    def failed(options, settings):
+        raise RuntimeError(error)
+
+    for name in NAMES.values():
+        clean.setenv(name, "")  # which it sets
+    clean.setattr(serve, "find_spec", lambda name: object())
+    clean.setattr(settings_module, "check_version", lambda: None)
+    clean.setattr(serve, "serve", failed)
+    clean.setattr(sys, "argv", ["leank-serve", "model", "--mask", str(MASK)])
+    with pytest.raises(SystemExit, match=f"^leank-serve: {said}") as ended:
+        serve.main()
+    assert len(str(ended.value.code).splitlines()) == 1
 
 
 @pytest.mark.parametrize(

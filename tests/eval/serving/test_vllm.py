@@ -336,9 +336,17 @@ def test_no_request_is_lost_and_no_page_stays_held(server):
     assert "ended by itself" not in server.log.read_text()
 
 
-def test_a_server_whose_engine_is_killed_ends_with_an_error(server):
+def test_a_server_whose_engine_is_killed_under_load_ends_with_an_error(server):
     import psutil
 
+    load = ("-m", "scripts.bench.serving", "load", server.url, "--requests", "400")
+    asking = subprocess.Popen([sys.executable, *load], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    while not any(
+        line.startswith("vllm:num_requests_running{") and float(line.rsplit(" ", 1)[1])
+        for line in urlopen(f"{server.url}/metrics").read().decode().splitlines()
+    ):
+        assert asking.poll() is None
+        time.sleep(0.2)
     children = psutil.Process(server.process.pid).children()
     (engine,) = (child for child in children if "EngineCore" in " ".join(child.cmdline()))
     engine.kill()
@@ -346,6 +354,25 @@ def test_a_server_whose_engine_is_killed_ends_with_an_error(server):
     assert "leank-serve: the process of the engine has ended by itself" in server.log.read_text()
     with pytest.raises(URLError):
         urlopen(f"{server.url}/health")
+    found = json.loads(asking.communicate(timeout=60)[0].splitlines()[-1])
+    assert found["not answered"] > 0
+    assert "lost" not in found
+
+
+@pytest.mark.parametrize("of", ["mask", "layout"])
+def test_under_load_each_reply_is_the_one_without(tmp_path, layout, of):
+    """Cancelled, behind a prefix hit, preempted and resumed, to the last token."""
+    given = ("--mask", str(layout), "--block-size", "64", "--memory", "40") if of == "layout" else ("--memory", "12")
+    python(
+        *("-m", "scripts.bench.serving_soak", str(tmp_path), "--seconds", "0", "--known", "8", "--requests", "24"),
+        *given,
+    )
+    (row,) = map(json.loads, (tmp_path / "soak.jsonl").read_text().splitlines())
+    assert row["finished"] + row["cancelled"] == 24
+    assert row["other"] == row["held"] == 0
+    assert row["preempted"] > 0
+    assert row["hits"] > 0
+    assert row["compared"] > 1000
 
 
 def test_a_load_in_steps_leaves_no_page_held_and_no_wrong_reply(tmp_path):
