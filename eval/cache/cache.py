@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Never, Self
 
+import numpy as np
 from torch import LongTensor, Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
@@ -86,6 +87,12 @@ class CompressedCache(Cache):
         """Columns that have come, padding included."""
         return self.get_seq_length(self._with_tokens[0])
 
+    @property
+    def taken(self) -> np.ndarray | None:
+        """Tokens of each row among the columns that have come, [B] on the host; None = not known, or nothing came."""
+        first = next(iter(self.compressed), None)
+        return None if first is None else first.taken
+
     max_cache_len = property()  # transformers 5.17 has one; without a getter, the following answers
 
     def __getattr__(self, name: str) -> Never:  # called for attributes that a cache lacks
@@ -111,11 +118,16 @@ class CompressedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append a layer's tokens. Raises ValueError for an unknown layer, RuntimeError after a broken pass."""
+        """Append a layer's tokens. Raises ValueError for another model's layers, RuntimeError after a broken pass."""
         if layer_idx >= len(self.layers):
             made = f"this cache was made for a model of {amount(len(self.layers), 'layer')}"
             raise ValueError(f"{made}, and layer {layer_idx} asks for it: make one with compressed_cache()")
         if layer_idx == self._with_tokens[0]:
+            if self._model is not None and not self.conversation.heard:
+                raise ValueError(
+                    "this model does not tell the cache what it reads: make a cache of its own with compressed_cache()"
+                )
+            self.conversation.heard = False
             self._begin_pass(key_states.shape[2])
         found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._reach(layer_idx)
@@ -267,6 +279,11 @@ class CompressedCache(Cache):
         model = None if self._model is None else self._model()
         if model is None:
             raise RuntimeError("save() notes which model made the cache, and that model is gone: keep it until then")
+        if not self.conversation.made_by(decoder_of(model)):
+            raise ValueError(
+                "another model has filled this cache than the one that it was made for: make it with "
+                "compressed_cache(that model, ...)"
+            )
         ids = self.conversation.ids
         save(path, self.layers, model, ids if ids is not None and ids.shape[1] == self.held else None)
 

@@ -14,16 +14,18 @@ import warnings
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from leank.data_gen.amount import amount
-from leank.eval.cache.fingerprint import model_digest, stamp, tuners
+from leank.eval.cache.fingerprint import adapter_state, model_digest, stamp, tuners
 from leank.eval.cache.storage.upload import capturing
 from leank.shape import scaled_positions
 from leank.versions import CHECKPOINTING_KEEPS_CACHE, CHUNKS_GO_ON
 
 ANEW = "call cache.reset() first"
+ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")  # settings that draft
 
 
 class Conversation:
@@ -36,9 +38,15 @@ class Conversation:
         """Begin anew."""
         self._passes: list[Tensor] | None = []  # ids [B, n] of each pass, None = some came as embeddings
         self._columns = 0
+        self._positioned = False  # whether a pass came with position_ids
+        self._virtual = 0  # columns held beyond those of the ids
+        self.given: Tensor | None = None  # ids [B, n] of the coming pass, which the decoder may get as embeddings
+        self.heard = False  # whether the pass that the layers are about to take was read
+        self._begins = False  # whether that pass is the first of a call of generate()
         self._decoder: weakref.ref[nn.Module] | None = None
         self._stamp: dict[str, object] = {}
         self._tuners: list[Any] = []
+        self._adapters: list[tuple[object, ...]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Conversation:
         new = Conversation()
@@ -59,6 +67,7 @@ class Conversation:
         """Note what makes the keys from now on, and the ids [B, columns] that are held already."""
         self._decoder, self._stamp = weakref.ref(decoder), stamp(decoder)
         self._tuners = list(tuners(decoder).values())
+        self._adapters = [adapter_state(layer) for layer in self._tuners]
         if ids is not None:
             self._passes, self._columns = [ids], ids.shape[1]
 
@@ -71,7 +80,7 @@ class Conversation:
             self.clear()
             self.begin(decoder)
         elif self._decoder is not None:
-            self._check_model(decoder, every=ids is None or ids.shape[1] > 1)
+            self._check_model(decoder, every=self._begins or ids is None or ids.shape[1] > 1)
         self.cut(held)
         if ids is None or self._columns < held:
             self._passes = None
@@ -83,8 +92,7 @@ class Conversation:
         assert self._decoder is not None
         mine = self._decoder()
         if mine is not decoder:
-            same: Any = mine is not None and model_digest(mine) == model_digest(decoder)  # type: ignore[arg-type]
-            if not same:
+            if not self.made_by(decoder):
                 raise ValueError(
                     f"another model made what this cache holds: go on with that model, or {ANEW}; CompressedCache.load "
                     "takes a saved cache to a copy of its model"
@@ -96,12 +104,13 @@ class Conversation:
                 f"{changed} changed after the first tokens of this cache had come, and its keys and values would be of "
                 f"two models: change it back, or {ANEW}"
             )
-        elif self._tuners and not every:  # a decoding step does not look at every weight
-            now_on = [
-                (list(t.active_adapters), bool(t.disable_adapters), list(t.merged_adapters)) for t in self._tuners
-            ]
-            if now_on != [tuple(one[1:]) for one in self._stamp["its adapters"]]:  # type: ignore[attr-defined]
-                raise ValueError(f"its adapters changed after the first tokens of this cache had come: {ANEW}")
+        elif not every and [adapter_state(layer) for layer in self._tuners] != self._adapters:  # of a decoding step
+            raise ValueError(f"its adapters changed after the first tokens of this cache had come: {ANEW}")
+
+    def made_by(self, decoder: nn.Module) -> bool:
+        """Whether this decoder, or an equal copy, has read what is held; also True where nothing is known."""
+        mine: Any = decoder if self._decoder is None else self._decoder()
+        return mine is decoder or (mine is not None and model_digest(mine) == model_digest(decoder))  # type: ignore[arg-type]
 
     def cut(self, columns: int) -> None:
         """Keep the first columns, as after crop()."""
@@ -122,16 +131,66 @@ class Conversation:
         if ids is not None:
             self._passes = [ids.repeat_interleave(repeats, 0)]
 
-    def check(self, held: int, given: dict[str, Any]) -> None:
+    def check_rows(self, taken: np.ndarray | None, held: int, new: int, mask: object, positioned: bool) -> None:
+        """Raise ValueError if a pass of `new` columns counts the tokens of what is held otherwise than the cache does.
+
+        taken: [B], tokens of each row among the `held` columns, None = not known; mask: attention_mask of the pass
+        positioned: whether it comes with position_ids. Masks of decoding steps are not read, nor waited for
+        """
+        begins, self._begins = self._begins, False
+        if not held:
+            self._positioned = positioned
+        if not held or taken is None:
+            return
+        padded = bool((taken < held).any())
+        if padded and self._positioned and not positioned:
+            raise ValueError(
+                "the cache holds padding, and its tokens came with position_ids: give those of the new tokens, too"
+            )
+        if padded and begins and mask is None:
+            raise ValueError(
+                f"the cache holds padding that attention_mask does not name: give that of all tokens so far, or {ANEW}"
+            )
+        of_held = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape == (len(taken), held + new)
+        if not of_held or (new == 1 and not begins):
+            return
+        counted = mask[:, :held].bool().sum(1).cpu().numpy()  # type: ignore[index]
+        if (counted != taken).any():
+            row = int((counted != taken).argmax())
+            raise ValueError(
+                f"attention_mask says that row {row} has {amount(int(counted[row]), 'token')} in the {held} columns "
+                f"that the cache holds, and {taken[row]} came (what generate() fills a row with after its end counts): "
+                f"give the mask with which they came, or {ANEW}"
+            )
+
+    def check(self, held: int, given: dict[str, Any], drafts: bool = False) -> None:
         """Raise ValueError unless what generate() was given goes on from the `held` columns of a cache.
 
         given: the arguments of generate(); its attention_mask tells new ids from those of a whole conversation
+        drafts: whether decoding is assisted
         """
         ids: Any = given.get("input_ids")
         embeds: Any = given.get("inputs_embeds")
         mask = given.get("attention_mask")
         ids = given.get("inputs") if ids is None else ids
         coming: Any = embeds if isinstance(embeds, Tensor) else ids
+        if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[:, -1].all()):
+            row = int((mask[:, -1] == 0).nonzero()[0])
+            raise ValueError(
+                f"row {row} ends in padding, and generate() would go on from there: pad on the left "
+                '(tokenizer.padding_side="left")'
+            )
+        if held and drafts:
+            raise ValueError(
+                f"assisted decoding of transformers reads the whole conversation again, of which the cache holds "
+                f"{amount(held, 'token')}: leave it out in a later turn, or {ANEW}"
+            )
+        if held and self._virtual:
+            raise ValueError(
+                f"the model put {amount(self._virtual, 'token')} of its own before the ids (prompt tuning), by which "
+                f"transformers would cut off too many of them: {ANEW}, and give the whole conversation"
+            )
+        self._begins = True
         if not held or not isinstance(coming, Tensor) or coming.ndim < 2:
             return
         what, came = "embedding" if coming is embeds else "id", coming.shape[1]
@@ -165,6 +224,8 @@ class Conversation:
         sequences = getattr(result, "sequences", result)
         ids = given.get("input_ids", given.get("inputs"))
         mine = self.ids
+        if given.get("inputs_embeds") is None and isinstance(ids, Tensor) and not before:
+            self._virtual = held + 1 - sequences.shape[1] if held > sequences.shape[1] else 0  # the last is not read
         if held == self._columns or mine is None or not isinstance(ids, Tensor):
             return
         whole = not before or ids.shape[1] > before
@@ -187,7 +248,7 @@ class _Generate:
         if cache is None:
             return type(model).generate(model, inputs, *args, **kwargs)
         before = cache.held
-        cache.conversation.check(before, given)
+        cache.conversation.check(before, given, drafts(model, given))
         if before and not CHUNKS_GO_ON:  # then a later turn comes in one pass
             kwargs["prefill_chunk_size"] = None
         result = type(model).generate(model, inputs, *args, **kwargs)
@@ -199,10 +260,23 @@ class _Generate:
         return getattr, (model, "generate")  # before the copy has attributes of its own, the method of its class
 
 
+def drafts(model: nn.Module, given: dict[str, Any]) -> bool:
+    """Whether generate() with these arguments is assisted decoding."""
+    config: Any = given.get("generation_config") or model.generation_config
+    return any(given.get(name, getattr(config, name, None)) for name in ASSISTED)
+
+
 def _compressed(kwargs: dict[str, Any]) -> Any:
     """The compressed cache among the arguments of a call, by either of their names; None = none."""
     caches = (kwargs.get("past_key_values"), kwargs.get("cache"))
     return next((cache for cache in caches if hasattr(cache, "conversation")), None)
+
+
+def _before_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook before a model whose decoder may get embeddings alone (of images and text)."""
+    cache = _compressed(kwargs)
+    if cache is not None:
+        cache.conversation.given = kwargs.get("input_ids", args[0] if args else None)
 
 
 def _before_pass(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -220,8 +294,12 @@ def _before_pass(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         )
     ids = kwargs.get("input_ids", args[0] if args else None)
     if ids is not None and capturing(ids):  # the ids of a captured step are a buffer; `fill` takes in what it reads
+        cache.conversation.heard = True
         return
     coming = kwargs.get("inputs_embeds") if ids is None else ids
+    given, cache.conversation.given = cache.conversation.given, None
+    if ids is None and given is not None and coming is not None and given.shape == coming.shape[:2]:
+        ids = given
     limit = scaled_positions(decoder.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
     new = 0 if limit is None or coming is None else coming.shape[1]
     # a reply may go on past them, of which transformers warns, and so may a draft of it
@@ -233,6 +311,10 @@ def _before_pass(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             "RoPE (rope_parameters) before it is loaded"
         )
     cache.conversation.read(decoder, cache.held, ids)
+    if coming is not None:
+        mask, positioned = kwargs.get("attention_mask"), kwargs.get("position_ids") is not None
+        cache.conversation.check_rows(cache.taken, cache.held, coming.shape[1], mask, positioned)
+    cache.conversation.heard = True
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
@@ -251,6 +333,8 @@ def listen(model: nn.Module) -> None:
         decoder.register_forward_pre_hook(_before_pass, with_kwargs=True)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     for one in (model, base):
+        if one is not decoder and _before_model not in one._forward_pre_hooks.values():
+            one.register_forward_pre_hook(_before_model, with_kwargs=True)
         plain = getattr(type(one), "generate", None)
         if plain is not None and getattr(vars(one).get("generate", one.generate), "__func__", None) is plain:
             vars(one)["generate"] = _Generate(one)

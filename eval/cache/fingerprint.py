@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,12 +16,17 @@ HARMLESS = ("architectures", "chunk_size_feed_forward", "dtype", "id2label", "la
             "tie_word_embeddings", "transformers_version", "use_cache")  # fmt: skip
 
 
-def adapters(model: nn.Module) -> list[tuple[str, list[str], bool, list[str]]]:
-    """Name, active adapters, whether they are switched off, and merged adapters of each layer that peft has adapted."""
-    return [
-        (name, list(layer.active_adapters), bool(layer.disable_adapters), list(layer.merged_adapters))
-        for name, layer in tuners(model).items()
-    ]
+def adapters(model: nn.Module) -> list[tuple[Any, ...]]:
+    """Name and `adapter_state` of each layer that peft has adapted."""
+    return [(name, *adapter_state(layer)) for name, layer in tuners(model).items()]
+
+
+def adapter_state(layer: Any) -> tuple[object, ...]:
+    """Active adapters of a layer, whether they are off, those merged, the factor of each, and those of single rows."""
+    hooks = (getattr(hook, "keywords", {}) for hook in layer._forward_pre_hooks.values())  # generate(adapter_names=...)
+    of_rows = [list(hook["adapter_names"]) for hook in hooks if "adapter_names" in hook]
+    factors = dict(getattr(layer, "scaling", {}))
+    return list(layer.active_adapters), bool(layer.disable_adapters), list(layer.merged_adapters), factors, of_rows
 
 
 def tuners(model: nn.Module) -> dict[str, Any]:
@@ -28,25 +34,51 @@ def tuners(model: nn.Module) -> dict[str, Any]:
     return {name: part for name, part in model.named_modules() if hasattr(part, "merged_adapters")}
 
 
-def stamp(model: nn.Module) -> dict[str, object]:
-    """What tells, without reading a weight, that a model in memory has changed: adapters, dtypes, writes, quantisation.
+class _Held:
+    """A tensor, and how often it was written to; equal for the same tensor alone, which it does not keep alive.
 
     PyTorch counts the writes to a tensor, but not to its `.data`, nor to tensors made under inference_mode().
     """
+
+    def __init__(self, tensor: Tensor) -> None:
+        # accelerate makes a tensor anew at each pass where it has offloaded one
+        self._tensor = None if tensor.is_meta else weakref.ref(tensor)
+        self._writes = 0 if tensor.is_inference() else tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Held) or self._writes != other._writes:
+            return False
+        mine, theirs = (None if held._tensor is None else held._tensor() for held in (self, other))
+        return mine is theirs and (mine is None) == (self._tensor is None)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def stamp(model: nn.Module) -> dict[str, object]:
+    """What tells, without reading a weight, that a model in memory has changed."""
     weights = list(model.parameters())
     return {
         "its adapters": adapters(model),
         "the dtype of its weights": [weight.dtype for weight in weights],
-        "its weights": [0 if weight.is_inference() else weight._version for weight in weights],
+        "its weights": [_Held(tensor) for tensor in (*weights, *_buffers(model))],
         "the kind of its weights": [type(weight.data).__name__ for weight in weights],
         "its rotary frequencies": {name: _inverse_wavelengths(part) for name, part in _rotary(model).items()},
     }
 
 
+def _buffers(model: nn.Module) -> Iterator[Tensor]:
+    """Buffers that belong to a checkpoint; quantised weights (GPTQ, AWQ) are among them."""
+    for part in model.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield buffer
+
+
 def model_digest(model: PreTrainedModel) -> str:
     """sha256 of the language model's settings, of its adapters, of its rotary frequencies and of every weight.
 
-    A weight counts with its name, shape, dtype and 64 evenly spaced numbers, also where accelerate has offloaded it.
+    A weight counts with its name, shape, dtype and 64 evenly spaced numbers, also where accelerate has offloaded it;
+    so does what else a checkpoint holds, such as quantised weights in buffers.
     Raises ValueError for weights on the meta device that nothing brings back, since models could not be told apart.
     """
     config = model.config.get_text_config(decoder=True)
@@ -59,13 +91,30 @@ def model_digest(model: PreTrainedModel) -> str:
     found.update(json.dumps([settings, adapters(model)], sort_keys=True, default=str).encode())
     for name, part in sorted(_rotary(model).items()):
         found.update(f"{name} {_inverse_wavelengths(part)}".encode())
-    for name, weight in sorted(model.named_parameters()):
-        found.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
-        for plain in _plain(_offloaded(model, name) if weight.is_meta else weight.detach()):
-            if plain.numel():
-                at = torch.linspace(0, plain.numel() - 1, min(SAMPLED, plain.numel()), dtype=torch.float64).long()
-                found.update(plain.flatten()[at.to(plain.device)].cpu().double().numpy().tobytes())
+    weights = dict(model.named_parameters())
+    held = {name: one for name, one in model.state_dict(keep_vars=True).items() if name not in weights}
+    shared = {id(weight) for weight in weights.values()}  # of a tied weight state_dict() has every name
+    for name, one in (*sorted(weights.items()), *sorted(held.items())):
+        if name in weights or id(one) not in shared:
+            _take_in(found, model, name, one)
     return found.hexdigest()
+
+
+def _take_in(found: Any, model: nn.Module, name: str, held: Any) -> None:
+    """Let a hash read an entry of a checkpoint: a tensor, or what packs some (torch.ao)."""
+    if isinstance(held, tuple | list):
+        for one in held:
+            _take_in(found, model, name, one)
+        return
+    if not isinstance(held, Tensor):
+        found.update(f"{name} {held}".encode())
+        return
+    found.update(f"{name} {list(held.shape)} {held.dtype}".encode())
+    for plain in _plain(_offloaded(model, name) if held.is_meta else held.detach()):
+        if plain.numel():
+            numbers = (plain.dequantize() if plain.is_quantized else plain).flatten()
+            at = torch.linspace(0, plain.numel() - 1, min(SAMPLED, plain.numel()), dtype=torch.float64).long()
+            found.update(numbers[at.to(plain.device)].cpu().double().numpy().tobytes())
 
 
 def _rotary(model: nn.Module) -> dict[str, nn.Module]:

@@ -31,10 +31,10 @@ from transformers.generation.utils import GenerateOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
+from leank.eval.cache.conversation import ASSISTED, drafts
 from leank.eval.cache.graph import CAPTURE_FOR, DecodeLoop, KeptSteps, capturable, retractable, step_key
 from leank.versions import CACHE
 
-ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")  # settings that draft
 PLAIN = {"inputs_embeds", "output_attentions", "output_hidden_states"}  # inputs that a captured step does not have
 
 
@@ -140,12 +140,12 @@ def graph_decoding(
 def generate(cache: Cache, model: PreTrainedModel, **kwargs: object) -> GenerateOutput | Tensor:
     """See `CompressedCache.generate`. Raises ValueError for ids that do not go on from what the cache holds."""
     own: Any = cache
-    own.conversation.check(own.held, kwargs)
+    assisted = drafts(model, kwargs)
+    own.conversation.check(own.held, kwargs, assisted)
     run: Any = model.generate
     streamer = kwargs.get("streamer")
     config: Any = kwargs.get("generation_config") or model.generation_config
-    plain = (*ASSISTED, "token_healing")
-    if any(kwargs.get(name, getattr(config, name, None)) for name in plain) or config.stop_strings:
+    if assisted or kwargs.get("token_healing", config.token_healing) or config.stop_strings:
         return run(**{CACHE: cache}, **kwargs)
     words: Any = kwargs.pop("tokenizer", None)  # transformers hands it to no custom_generate
     if words is not None and kwargs.get("stop_strings"):

@@ -53,6 +53,10 @@ def attention(
                 "use_cache=False hands over the whole conversation at every step, and this cache holds it already: "
                 "leave use_cache on, and call cache.reset() before another conversation"
             )
+        if dropout:
+            raise ValueError(
+                f"attention dropout of {dropout:g} in training mode: a compressed cache drops none; call model.eval()"
+            )
         return key.attend(query, attention_mask, scaling, softmax).contiguous(), None  # some models take a view of it
     if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[-1] not in (1, key.shape[2]):
         raise ValueError(

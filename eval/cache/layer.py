@@ -358,6 +358,11 @@ class CompressedLayer(DynamicLayer):
             )
         return padding_mask[:, : self._columns].bool()
 
+    @property
+    def taken(self) -> np.ndarray | None:
+        """Tokens of each row among the columns that came, [B] on the host; None before the prompt is compressed."""
+        return None if self.store is None else self.store.seen
+
     def _select(self, rows: Tensor) -> None:
         if self.store is not None:
             self.store.select(rows)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from leank.eval.cache import CompressedCache, compressed_cache
+from leank.eval.cache.conversation import listen
 from leank.eval.cache.fingerprint import model_digest
 from leank.versions import CACHE
 from tests.helpers.cache_oracle import random_keep, tiny_model
@@ -147,12 +148,35 @@ def switch(model, **to):
         vars(layer.self_attn.k_proj).update(to)
 
 
+class Quantised(nn.Module):
+    """A projection whose weight lies in buffers, as GPTQ's and AWQ's do."""
+
+    def __init__(self, base):
+        super().__init__()
+        scale = base.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("codes", (base.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, x):
+        return x @ (self.codes * self.scale).T
+
+
+def quantised(model):
+    model.model.layers[0].self_attn.k_proj = Quantised(model.model.layers[0].self_attn.k_proj)
+    return model
+
+
 OTHER = {
     "another adapter": lambda model: switch(model, active_adapters=["b"]),
     "adapters off": lambda model: switch(model, disable_adapters=True),
     "adapter merged": lambda model: switch(model, merged_adapters=["a"]),
     "another dtype": lambda model: model.bfloat16(),
     "another weight": lambda model: nn.init.normal_(model.model.layers[1].self_attn.v_proj.weight),
+    "an adapter's factor": lambda model: switch(model, scaling={"a": 4.0}),
+    "weights in place of its own": lambda model: model.load_state_dict(
+        {name: torch.randn_like(weight) for name, weight in model.state_dict().items()}, assign=True
+    ),
+    "layers in another order": lambda model: model.model.layers.__setitem__(0, model.model.layers[1]),
     "other frequencies": lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
 }
 
@@ -240,3 +264,146 @@ def test_checkpointing_without_gradients_warns_where_the_cache_stays_empty():
     with warnings.catch_warnings(record=True) as said, torch.no_grad():
         model(ids_of(10), **{CACHE: cache})
     assert cache.held == (0 if any("nothing is compressed" in str(one.message) for one in said) else 10)
+
+
+def test_weights_in_buffers_and_packed_ones_tell_models_apart():
+    one, other = quantised(fresh()), quantised(fresh())
+    digest = model_digest(one)
+    assert digest == model_digest(other)
+    cache, reply = talked(one, ids_of(30))
+    for model in (one, other):
+        model.model.layers[0].self_attn.k_proj.codes.neg_()
+    assert model_digest(other) != digest
+    with pytest.raises(ValueError, match="its weights changed after the first tokens"):
+        one.generate(torch.cat([reply, reply[:, :3]], 1), past_key_values=cache, max_new_tokens=2)
+
+    class Packed(nn.Linear):  # as torch.ao.nn.quantized.Linear
+        def _save_to_state_dict(self, destination, prefix, keep_vars):
+            destination[prefix + "packed"] = (torch.quantize_per_tensor(self.weight, 0.1, 0, torch.qint8), None)
+
+    packed = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    for layer in packed:
+        layer.__class__, layer.config = Packed, fresh().config
+        weight = layer.weight.detach()
+        del layer.weight, layer.bias
+        layer.weight = weight
+    assert model_digest(packed[0]) != model_digest(packed[1])
+
+
+def test_a_model_that_does_not_tell_what_it_reads_is_refused():
+    """It has the attention "leank" from the settings that it shares with one that does."""
+    model = fresh()
+    cache, reply = talked(model, ids_of(30))
+    for other in (cache, compressed_cache(model, random_keep(10))):
+        with pytest.raises(ValueError, match="does not tell the cache what it reads"):
+            type(model)(model.config).double()(reply[:, -1:], past_key_values=other)
+
+
+def test_what_another_model_has_filled_is_not_saved_as_the_models_own(tmp_path):
+    model, other = fresh(), fresh()
+    nn.init.normal_(other.model.layers[0].self_attn.k_proj.weight)
+    compressed_cache(other, random_keep(10))
+    cache = compressed_cache(model, random_keep(10), 2, 6, 4)
+    with torch.no_grad():
+        other(ids_of(30), past_key_values=cache)
+    with pytest.raises(ValueError, match="another model has filled this cache"):
+        cache.save(tmp_path / "c")
+    cache.reset()
+    with torch.no_grad():
+        model(ids_of(30), past_key_values=cache)
+    cache.save(tmp_path / "c")
+
+
+def padded(rows, columns):
+    """Ids, and their mask with seven columns of padding in row 0."""
+    mask = torch.ones(rows, columns, dtype=torch.long)
+    mask[0, :7] = 0
+    return ids_of(columns, rows=rows), mask
+
+
+def test_a_later_turn_counts_the_tokens_that_the_cache_counts():
+    model = tiny_model("llama")
+    prompt, mask = padded(2, 30)
+    cache, reply = talked(model, prompt, attention_mask=mask)
+    whole = torch.cat([reply, ids_of(5, 2, seed=3)], 1)
+    right = torch.cat([mask, torch.ones(2, 13, dtype=torch.long)], 1)
+    ended, ones = right.clone(), torch.ones_like(right)
+    ended[1, 33:38] = 0  # what came after the end of a reply
+    for wrong, line in [
+        (None, "padding that attention_mask does not name"),
+        (ones, "padding that attention_mask does not name"),  # transformers drops a mask of ones
+        (ended, "row 1 has 33 tokens in the 37 columns that the cache holds, and 37 came"),
+    ]:
+        for way in ("model.generate", "cache.generate"):
+            with pytest.raises(ValueError, match=line):
+                WAYS[way](model, copy.deepcopy(cache), whole, attention_mask=wrong, max_new_tokens=2)
+    with pytest.raises(ValueError, match="row 0 has 37 tokens"), torch.no_grad():
+        model(whole[:, 37:], attention_mask=ones, position_ids=torch.arange(37, 43)[None], past_key_values=cache)
+    with pytest.raises(ValueError, match="give those of the new tokens, too"), torch.no_grad():
+        model(whole[:, 37:], attention_mask=right, past_key_values=cache)
+    got = model.generate(whole, attention_mask=right, past_key_values=cache, max_new_tokens=4, min_new_tokens=4)
+    assert got.shape == (2, 47)
+
+
+def test_a_reply_behind_padding_is_refused():
+    model, (ids, mask) = tiny_model("llama"), padded(2, 30)
+    with pytest.raises(ValueError, match="row 0 ends in padding"):
+        talked(model, ids, attention_mask=mask.flip(1))
+
+
+@pytest.mark.parametrize("draft", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny_model("llama")}])
+def test_a_later_turn_is_not_drafted(draft):
+    """transformers (5.17 to 5.24) feeds the whole conversation again, and so answers from doubled tokens."""
+    model = tiny_model("llama")
+    cache, reply = talked(model, ids_of(30), **draft)
+    with pytest.raises(ValueError, match="reads the whole conversation again"):
+        model.generate(torch.cat([reply, ids_of(5, seed=3)], 1), past_key_values=cache, max_new_tokens=2, **draft)
+
+
+def test_dropout_in_training_mode_is_refused():
+    model = copy.deepcopy(tiny_model("llama", attention_dropout=0.5)).train()
+    with pytest.raises(ValueError, match=r"attention dropout of 0.5 in training mode.*model.eval\(\)"):
+        model(ids_of(30), past_key_values=compressed_cache(model, random_keep(10), 2, 6, 4))
+
+
+def test_a_single_token_of_generate_looks_at_the_weights():
+    model = fresh()
+    cache, reply = talked(model, ids_of(30))
+    nn.init.normal_(model.model.layers[0].self_attn.k_proj.weight)
+    with pytest.raises(ValueError, match="its weights changed"):
+        model.generate(reply, past_key_values=cache, max_new_tokens=2)
+
+
+class Before(nn.Module):
+    """A model that hands its decoder embeddings alone, as models of images and text do."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def get_decoder(self):
+        return self.inner.get_decoder()
+
+    def forward(self, input_ids, past_key_values):
+        embeds = self.inner.get_input_embeddings()(input_ids)
+        return self.inner.model(inputs_embeds=embeds, past_key_values=past_key_values)
+
+
+def test_ids_are_known_where_the_decoder_gets_embeddings():
+    model = Before(fresh())
+    cache = compressed_cache(model.inner, random_keep(10), 2, 6, 4)
+    listen(model)
+    with torch.no_grad():
+        model(ids_of(30), past_key_values=cache)
+        model(ids_of(1, seed=1), past_key_values=cache)
+    assert torch.equal(cache.conversation.ids, torch.cat([ids_of(30), ids_of(1, seed=1)], 1))
+
+
+def test_tokens_that_a_model_puts_before_the_ids_are_said():
+    model, whole = tiny_model("llama"), ids_of(40)
+    cache = compressed_cache(model, random_keep(10), 2, 6, 4)
+    with torch.no_grad():
+        model(inputs_embeds=torch.randn(1, 35, 32).double(), past_key_values=cache)
+    cache.conversation.fill(0, cache.held, {"input_ids": whole[:, :30]}, whole[:, :31])
+    with pytest.raises(ValueError, match="5 tokens of its own before the ids"):
+        model.generate(whole, past_key_values=cache, max_new_tokens=2)

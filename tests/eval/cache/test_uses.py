@@ -129,12 +129,12 @@ def test_another_model_is_told_to_have_its_own_cache():
     ids = left_padded([9], 1)[0]
     cache = new_cache(tiny_model("llama"))
     deeper = tiny_model("llama", num_hidden_layers=3)
-    deeper.set_attn_implementation(ATTENTION)
+    compressed_cache(deeper, None)
     with pytest.raises(ValueError, match="made for a model of 2 layers, and layer 2 asks for it") as error:
         feed(deeper, cache, ids)
     assert one_line(error)
     wider = tiny_model("qwen2", num_key_value_heads=4)
-    wider.set_attn_implementation(ATTENTION)
+    compressed_cache(wider, None)
     with pytest.raises(ValueError, match="use the mask made for this model"):
         feed(wider, new_cache(tiny_model("llama"), random_keep(1)), ids)
 
