@@ -105,7 +105,7 @@ def command_line() -> None:
         import_module(f"leank_train.{COMMANDS[sys.argv[1]]}").main(sys.argv[2:])
         return
     with ending("leank_train"):
-        launch(main, "leank_train", "; python -m leank_train --help shows what there is")
+        launch(main, "leank_train", "; beside settings there are the words doctor and share, and --help")
 
 
 if __name__ == "__main__":

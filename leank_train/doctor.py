@@ -1,6 +1,7 @@
 """What can be said of a model before any weights are loaded: will a cache and training work, and what do they gain."""
 
 import os
+import shlex
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -25,7 +26,7 @@ from leank.eval.methods.memory import dense_bytes, method_bytes
 from leank.eval.report.tables import size
 from leank.mask import ChannelMask
 from leank.precision import GROUP, ROOM
-from leank.shape import architecture, check_decoder, kv_shape, sliding_window
+from leank.shape import architecture, check_decoder, kv_shape, scaled_positions, sliding_window
 from leank.typed import LARGEST
 from leank_train.forward.hook import run_decoder
 from leank_train.keys import KeySizes, joined, of_files, of_text
@@ -39,8 +40,8 @@ MANY = 32768  # positions
 
 
 def positions(config: PreTrainedConfig) -> int:
-    """Return how many tokens a model reads at most; 32K where its config does not say."""
-    return getattr(config, "max_position_embeddings", None) or MANY
+    """Return how many tokens a model reads at most, its RoPE scaled; 32K where its config does not say."""
+    return scaled_positions(config) or MANY
 
 
 def reach(config: PreTrainedConfig) -> int:
@@ -127,6 +128,8 @@ def held(config: PreTrainedConfig, tokens: int, ends: tuple[int, int]) -> dict[s
         size_of = method_bytes(build_method("doctor", of, spans), config, tokens, ITEMSIZE)
         assert size_of is not None  # what these methods hold does not depend on the prompt
         found[name] = size_of
+    if kv_shape(config).head_dim % ROOM:  # no layout has heads of this size
+        return found
     return found | {f"layout {budget:g}": dense - (1 - budget) * middle for budget in BUDGETS}
 
 
@@ -162,12 +165,12 @@ def advice(
     (all_weights, read), of = weights, held(config, tokens, ends)
     fits = {name: all_weights + batch * size_of <= memory for name, size_of in of.items()}
     dense = batch * of["dense"]
-    many = f"{amount(batch, 'prompt')} of {tokens:,} tokens"
+    many = f"{amount(batch, 'prompt')} of {_tokens(tokens)}"
     what = f"{many} take {size(dense)} of K and V beside {size(read)} of weights"
     if all_weights > memory:
         return f"The weights alone take {size(all_weights)} of {size(memory)}: take a larger machine, or fewer bits."
     if tokens < 2 * sum(ends):
-        return f"{tokens:,} tokens lie mostly in sink and window, {sum(ends):,} tokens that stay whole: take dense."
+        return f"{_tokens(tokens)} lie mostly in sink and window, {sum(ends):,} tokens that stay whole: take dense."
     if fits["dense"] and (read + dense) / read < LITTLE:
         return f"{what}, so that a step gains less than a tenth from any other cache, and they fit: take dense."
     crowd = "" if fits["dense"] else f", which do not fit into {size(memory)}"
@@ -181,7 +184,13 @@ def advice(
         safe = "FP8 holds the model's keys: take FP8."
         found = {"safe": safe, "unknown": unknown, "coarse": coarse, "saturates": beyond}
         return f"{what}{crowd}, and {found[keys.fp8]}"
-    budget = next((b for b in BUDGETS if fits[f"layout {b:g}"]), None)
+    shape = kv_shape(config)
+    heads = shape.head_dim, config.num_attention_heads // shape.kv_heads
+    of_bits, of_masks = (why_not_shape(*heads, HEAD_DIMS[kind]) is None for kind in ("codes", "decode"))
+    if fits["dense"] and not of_bits:  # then only steps that are faster would be a reason
+        other = "a mask, LeanK 70%" if trains and of_masks else "dense"
+        return f"{what}, they fit, and no GPU kernel reads heads of this shape in fewer bits: take {other}."
+    budget = next((b for b in BUDGETS if bits and fits[f"layout {b:g}"]), None)
     if bits and budget is None:
         most = max(0, memory - all_weights) // of[f"layout {BUDGETS[-1]:g}"]
         return f"{what}{crowd}, and a layout of bits at {BUDGETS[-1]:g} holds {most:,.0f}: take fewer or shorter ones."
@@ -189,7 +198,14 @@ def advice(
         near = "as near to dense as KIVI's 4 bits in fewer bytes" if budget == BUDGETS[0] else "the most that fits"
         return f"{what}{crowd}, and at {budget:g} of the middle's bytes bits are {near}: take a layout of bits."
     why = "the model cannot be trained here" if not trains else "a layout needs heads of a multiple of 16 channels"
+    if not fits["KIVI 4 bits"]:
+        most = max(0, memory - all_weights) // of["KIVI 4 bits"]
+        return f"{what}{crowd}, {why}, and KIVI's 4 bits hold {most:,.0f}: take fewer or shorter ones."
     return f"{what}{crowd}, and {why}: take KIVI 4 bits."
+
+
+def _tokens(number: int) -> str:
+    return f"{number:,} token" if number == 1 else f"{number:,} tokens"
 
 
 def fitting(config: PreTrainedConfig, gpu: bool = True) -> dict[str, int | list[int]]:
@@ -213,8 +229,9 @@ def commands(name: str, config: PreTrainedConfig, gpu: bool) -> list[str]:
     fit, (sink, window) = fitting(config, gpu), sizes(config, gpu)
     bits = kv_shape(config).head_dim % ROOM == 0
     align = ROOM if bits else fit["pruning.align"]
-    what = "pruning.bytes=0.25 pruning.nested=[0.1,0.15,0.2]" if bits else "pruning.ratio=0.5"
-    train = f"python -m leank_train model.name={name} data=mixed pruning.sink={sink} pruning.window={window}"
+    what = "pruning.bytes=0.25 'pruning.nested=[0.1,0.15,0.2]'" if bits else "pruning.ratio=0.5"
+    model = shlex.quote(f"model.name={name}")
+    train = f"python -m leank_train {model} data=mixed pruning.sink={sink} pruning.window={window}"
     train += f" pruning.align={align} {what} logger=none"
     if gpu:
         lengths = " ".join(f"{key}={fit[key]}" for key in fit if key.startswith("data."))
@@ -228,7 +245,7 @@ def commands(name: str, config: PreTrainedConfig, gpu: bool) -> list[str]:
     flush = f" cache.flush={GROUP}" if bits else ""
     return [
         f"{train} hydra.run.dir=outputs/mine",
-        f"python -m leank.eval model.name={name} mask=outputs/mine/mask.safetensors 'method=[dense,leank,kivi4]'"
+        f"python -m leank.eval {model} mask=outputs/mine/mask.safetensors 'method=[dense,leank,kivi4]'"
         f" benchmark=text{lengths} cache.sink={sink} cache.window={window}{flush} hydra.run.dir=outputs/mine/text",
     ]
 

@@ -95,7 +95,7 @@ def size(count: float | None) -> str:
     if count is None:
         return "-"
     for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
+        if count < 999.5:  # 1,000 and more would be written 1e+03
             return f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:.3g} GiB"

@@ -210,7 +210,10 @@ def test_what_to_take_is_told_with_its_reason(given, said):
     ("how", "said"),
     [
         ({"trains": False}, r"the model cannot be trained here: take KIVI 4 bits\.$"),
-        ({"head_dim": 24}, r"a multiple of 16 channels: take KIVI 4 bits\.$"),
+        ({"head_dim": 24, "memory": 12 * GIB}, r"a multiple of 16 channels: take KIVI 4 bits\.$"),
+        ({"trains": False, "memory": 6 * GIB}, r"cannot be trained here, and KIVI's 4 bits hold 10: take fewer"),
+        ({"head_dim": 80}, r"they fit, and no GPU kernel reads heads of this shape in fewer bits: take dense\.$"),
+        ({"head_dim": 256}, r"no GPU kernel reads heads of this shape in fewer bits: take a mask, LeanK 70%\.$"),
         ({"server": True, "fp8": "safe"}, r"FP8 holds the model's keys: take FP8\.$"),
         ({"server": True, "fp8": "coarse"}, r"more than the text moves them: take a layout of bits\.$"),
         ({"server": True, "fp8": "coarse", "head_dim": 32}, r"the text moves them: take a mask, LeanK 70%\.$"),
@@ -219,7 +222,8 @@ def test_what_to_take_is_told_with_its_reason(given, said):
     ],
 )
 def test_what_to_take_depends_on_what_the_model_allows(how, said):
-    assert re.search(said, advised(32768, 64, 80 * GIB, **how))
+    how = how.copy()
+    assert re.search(said, advised(32768, 64, how.pop("memory", 200 * GIB), **how))
 
 
 def test_layouts_by_name_are_told_to_models_of_their_architecture():
