@@ -6,8 +6,9 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -17,6 +18,7 @@ from leank.errors import in_one_line
 
 FULL = "HYDRA_FULL_ERROR"  # makes Hydra raise its errors; without it Hydra prints several lines and exits
 ADVICE = re.compile("Config search path|See https://|To append to your config")  # of Hydra, on its own terms
+MISSING = re.compile(r"Could not (?:find|load) '(\w+)/([^']+)'")
 UNKNOWN = re.compile(r"Could not override '(.+)'\.\s+To append to your config use (\+.*)")
 
 
@@ -29,6 +31,8 @@ def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
     logging.raiseExceptions = False  # or each line that no longer fits into a log on a full disk prints a traceback
     asked = FULL in os.environ
     os.environ.setdefault(FULL, "1")
+    sweeps = [word for word in sys.argv[1:] if word in ("-m", "--multirun")]  # Hydra takes none between settings
+    sys.argv[1:] = sweeps + [word for word in sys.argv[1:] if word not in sweeps]
     try:
         main()
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
@@ -47,6 +51,9 @@ def launch(main: Callable[[], object], command: str, hint: str = "") -> None:
 
 def _cure(error: Exception) -> str:
     """Return what to write in place of a setting that the configuration does not have; "" for other errors."""
+    if (lacks := MISSING.search(str(error))) is not None:
+        group, name = lacks.groups()
+        return _meant(name, [option.removesuffix(".yaml") for option in _options(group, error)])
     found = UNKNOWN.fullmatch(str(error).strip())
     frames = (frame.f_locals.get("cfg") for frame, _ in traceback.walk_tb(error.__traceback__))
     config = next((value for value in frames if isinstance(value, DictConfig)), None)
@@ -66,6 +73,20 @@ def _cure(error: Exception) -> str:
         return f": {above} has {', '.join(names) or 'no settings'}"
     hint = f"did you mean {min(map('.'.join, meant), key=len)}? A" if meant else "a"
     return f": {hint} setting that {above} does not show takes a leading +, {found[2]}"
+
+
+def _options(group: str, error: Exception) -> list[str]:
+    """Return what a group takes, as far as Hydra or its store of configurations knows."""
+    try:
+        return getattr(error, "options", None) or ConfigStore.instance().list(group)
+    except OSError:
+        return []
+
+
+def _meant(name: str, options: Sequence[str]) -> str:
+    """Return what follows an unknown name; "" where none is near."""
+    near = difflib.get_close_matches(name, options, 1)
+    return f": did you mean {near[0]}" if near else ""
 
 
 def _paths(node: DictConfig, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -143,12 +143,25 @@ def _plain(weight: Tensor) -> Iterator[Tensor]:
         yield weight
 
 
+def computing_device(model: PreTrainedModel) -> torch.device:
+    """Where a model computes: that of its weights, or where accelerate brings those that it has offloaded."""
+    if model.device.type != "meta":
+        return model.device
+    found = (getattr(hook, "execution_device", None) for part in model.modules() for hook in _hooks(part))
+    return torch.device(next((device for device in found if device is not None), "cpu"))
+
+
+def _hooks(part: nn.Module) -> tuple[Any, ...]:
+    """Accelerate's hooks of a module."""
+    hook: Any = getattr(part, "_hf_hook", None)
+    return hook, *getattr(hook, "hooks", ())
+
+
 def _offloaded(model: nn.Module, name: str) -> Tensor:
     """A weight that accelerate keeps on the host or on disk; its hooks have a map of them at the layer or above it."""
     path = name.split(".")
     for depth in reversed(range(len(path))):
-        hook: Any = getattr(model.get_submodule(".".join(path[:depth])), "_hf_hook", None)
-        for one in (hook, *getattr(hook, "hooks", ())):
+        for one in _hooks(model.get_submodule(".".join(path[:depth]))):
             weights = getattr(one, "weights_map", None)
             if weights is not None:
                 try:

@@ -19,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from leank.basis import check_basis
 from leank.data_gen.task import LONGEST
-from leank.eval.cache.fingerprint import model_digest
+from leank.eval.cache.fingerprint import computing_device, model_digest
 from leank.eval.cache.layer import CompressedLayer, State
 from leank.eval.cache.storage.banded import Banded, codecs
 from leank.eval.cache.storage.codecs import Codec
@@ -198,16 +198,16 @@ class Saved:
 
     def fill(self, layers: Sequence[Any], model: PreTrainedModel) -> None:
         """Put what the file holds into the new layers of this model. Raises DamagedFile for tables that cannot be."""
-        columns = self.header.columns
+        columns, device = self.header.columns, computing_device(model)
         if self.compressed != [i for i, layer in enumerate(layers) if isinstance(layer, CompressedLayer)]:
             raise DamagedFile(self.path, "its layers are not the model's", CURE)
         for index, (layer, own) in enumerate(zip(layers, self.layers, strict=True)):
             try:
                 if isinstance(layer, CompressedLayer):
-                    store = Store.restore(own, layer.middle, layer.sizes, columns, model.device)
+                    store = Store.restore(own, layer.middle, layer.sizes, columns, device)
                     layer.resume(store, columns)
                 elif isinstance(layer, DynamicSlidingWindowLayer):
-                    k, v = (own[name].to(model.device) for name in ("keys", "values"))
+                    k, v = (own[name].to(device) for name in ("keys", "values"))
                     layer.lazy_initialization(k, v)
                     layer.keys, layer.values, layer.cumulative_length = k, v, columns
             except (KeyError, TypeError, ValueError, RuntimeError) as error:

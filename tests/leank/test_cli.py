@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,26 @@ def test_a_setting_that_is_not_there_is_named_with_what_to_write(monkeypatch, gi
         launch(main, "leank_train")
     key = given.partition("=")[0]
     assert stopped.value.code.startswith(f"leank_train: Could not override '{key}': {said}")
+
+
+@pytest.mark.parametrize("given", ["method=quests", "method=[dense,quests]"])
+def test_a_name_of_a_group_is_named_that_is_near(monkeypatch, given):
+    monkeypatch.delenv(FULL, raising=False)
+
+    def main():
+        with initialize_config_module("leank.conf.eval", version_base="1.3"):
+            compose("eval", [given])
+
+    with pytest.raises(SystemExit) as stopped:
+        launch(main, "eval")
+    assert stopped.value.code.endswith(": did you mean quest")
+
+
+def test_multirun_may_stand_between_settings(monkeypatch):
+    """Where argparse refuses what follows it."""
+    monkeypatch.setattr(sys, "argv", ["leank_train", "model=reference", "-m", "seed=1,2"])
+    launch(lambda: None, "leank_train")
+    assert sys.argv == ["leank_train", "-m", "model=reference", "seed=1,2"]
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,16 @@ def test_offloaded_weights_count_and_unreachable_ones_are_refused():
     assert model_digest(model) != digest
 
 
+def test_a_cache_loads_where_an_offloaded_model_computes(tmp_path):
+    model = fresh()
+    pytest.importorskip("accelerate").cpu_offload(model, torch.device("cpu"))
+    cache, reply = talked(model, ids_of(30))
+    cache.save(tmp_path / "c")
+    loaded = CompressedCache.load(tmp_path / "c", model, backend="torch")
+    whole = torch.cat([reply, ids_of(5, seed=3)], 1)
+    assert torch.equal(*(model.generate(whole, past_key_values=one, max_new_tokens=4) for one in (cache, loaded)))
+
+
 def test_a_copied_and_an_unpickled_model_have_their_own_generate():
     model = tiny_model("llama")
     compressed_cache(model, random_keep(10))
