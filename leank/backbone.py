@@ -152,7 +152,7 @@ def load_config(name: str, overrides: Mapping[str, object] | None = None) -> Pre
         config = AutoConfig.from_pretrained(folder)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             more = config.get_text_config(decoder=True) is not config and not config.is_encoder_decoder
-            cure = "takes more than text: commands load its language model alone, compressed_cache() takes all of it"
+            cure = "takes more than text: commands load language models alone, compressed_cache() a model in memory"
             cure = cure if more else "is no decoder of transformers: choose one such as Llama"
             raise BadConfig(f"model.name={name!r} ({config.model_type}) {cure}")
         refuse_unknown(overrides or {}, [*config.to_dict(), *config.attribute_map], "model.overrides.")

@@ -171,6 +171,8 @@ def advice(
         return f"The weights alone take {size(all_weights)} of {size(memory)}: take a larger machine, or fewer bits."
     if tokens < 2 * sum(ends):
         return f"{_tokens(tokens)} lie mostly in sink and window, {sum(ends):,} tokens that stay whole: take dense."
+    if min(of.values()) > of["dense"] / LITTLE:
+        return f"{what}, nearly all of it of layers that stay as they are (sliding windows): take dense."
     if fits["dense"] and (read + dense) / read < LITTLE:
         return f"{what}, so that a step gains less than a tenth from any other cache, and they fit: take dense."
     crowd = "" if fits["dense"] else f", which do not fit into {size(memory)}"

@@ -15,12 +15,14 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
     MistralConfig,
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    T5Config,
 )
 
 from leank.backbone import load_config
@@ -224,6 +226,34 @@ def test_what_to_take_is_told_with_its_reason(given, said):
 def test_what_to_take_depends_on_what_the_model_allows(how, said):
     how = how.copy()
     assert re.search(said, advised(32768, 64, how.pop("memory", 200 * GIB), **how))
+
+
+def test_a_model_of_sliding_windows_alone_is_left_dense(tmp_path):
+    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    MistralConfig(**sizes, head_dim=64, sliding_window=4096, max_position_embeddings=32768).save_pretrained(tmp_path)
+    assert re.search(r"layers that stay as they are \(sliding windows\): take dense\.$", doctor.examine(
+        str(tmp_path), (), (64,), 80 * GIB), re.MULTILINE)  # fmt: skip
+
+
+def test_positions_are_those_of_the_scaled_rope_and_commands_are_quoted(tmp_path):
+    folder = tmp_path / "my model"
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 8192}
+    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    Qwen2Config(**sizes, max_position_embeddings=8192, rope_parameters=rope).save_pretrained(folder)
+    said = doctor.examine(str(folder), (), (1,))
+    assert "32,768 positions" in said
+    train = next(line for line in said.splitlines() if line.strip().startswith("python -m leank_train"))
+    assert f"model.name={folder}" in shlex.split(train)
+    assert "pruning.nested=[0.1,0.15,0.2]" in shlex.split(train)
+    assert "'pruning.nested=[0.1,0.15,0.2]'" in train  # or some shells look for files of that name
+
+
+def test_models_of_more_than_text_and_encoders_are_named(tmp_path):
+    LlavaConfig().save_pretrained(tmp_path / "llava")
+    T5Config().save_pretrained(tmp_path / "t5")
+    for name, said in (("llava", "takes more than text"), ("t5", "is no decoder of transformers")):
+        with pytest.raises(ValueError, match=rf"\({name}\) {said}"):
+            doctor.examine(str(tmp_path / name), (), (1,))
 
 
 def test_layouts_by_name_are_told_to_models_of_their_architecture():
