@@ -250,7 +250,8 @@ class CompressedCache(Cache):
 
     def __reduce__(self) -> Never:  # copies are made by __deepcopy__
         raise TypeError(
-            "a compressed cache cannot be pickled: write it with save() and read it with CompressedCache.load"
+            "a compressed cache cannot be pickled: write it with save() and read it with CompressedCache.load, "
+            "or copy it with copy.deepcopy()"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -380,6 +381,8 @@ def compressed_cache(
     the model takes no registered attention function. Warns if no layer can be compressed, or if the mask names another
     model.
     """
+    if not hasattr(model, "config"):
+        raise ValueError(f"model={model!r:.60} is no model: give what AutoModelForCausalLM.from_pretrained() returns")
     config = model.config.get_text_config(decoder=True)
     if isinstance(mask, str | os.PathLike):
         mask = ChannelMask.load(mask)

@@ -126,7 +126,8 @@ class Saved:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
         if not os.path.isfile(path):
-            raise FileNotFoundError(f"{path} does not exist; give a file that CompressedCache.save() wrote")
+            what = "is a folder" if os.path.isdir(path) else "does not exist"
+            raise FileNotFoundError(f"{path} {what}; give a file that CompressedCache.save() wrote")
         try:
             with safe_open(path, framework="pt") as file:
                 about, names = file.metadata() or {}, set(file.keys())

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from leank.eval.cache import Sizes, bytes_per_row, compressed_cache, max_batch
+from leank.eval.cache import CompressedCache, Sizes, bytes_per_row, compressed_cache, max_batch
 from leank.eval.cache.attention import backend
 from leank.eval.cache.hook import ATTENTION
 from leank.eval.cache.layer import CompressedLayer
@@ -439,6 +439,13 @@ def test_what_cannot_be_a_cache_is_refused(mask, options, line):
     with pytest.raises(ValueError, match=line) as error:
         compressed_cache(tiny_model("llama"), mask, **options)
     assert one_line(error)
+
+
+def test_a_name_is_no_model_and_a_folder_no_cache(tmp_path):
+    with pytest.raises(ValueError, match=r"model='org/name' is no model: give what AutoModelForCausalLM"):
+        compressed_cache("org/name", None)
+    with pytest.raises(FileNotFoundError, match=r"is a folder; give a file that CompressedCache.save\(\) wrote"):
+        CompressedCache.load(tmp_path, tiny_model("llama"))
 
 
 def test_calls_that_come_at_the_wrong_time_are_refused():
