@@ -95,7 +95,9 @@ class Along(TypedDict):
     top1: list[Annotated[float, Ge(0), Le(1)]]
     # bytes held at the block's end, one sample's share; of dense, those of K and V without room for tokens to come
     bytes: NotRequired[list[Annotated[float, Ge(0), Le(LARGEST)]]]
-    # bytes by the method's formula of a prompt of so many tokens (eval.methods.memory); None where the prompt decides
+    # of them, those of no tokens and no room for tokens: tables, schedules, the kernels' scratch memory; none of dense
+    tables: NotRequired[list[Annotated[float, Ge(0), Le(LARGEST)]]]
+    # the others, known before (`eval.methods.memory.planned_bytes`); None where the prompt decides
     planned: NotRequired[list[Annotated[float, Ge(0), Le(LARGEST)] | None]]
     seconds: NotRequired[list[Annotated[float, Ge(0), Le(LARGEST)]]]  # of a token of the batch, mean over the block
     # of a reply: share of the block's tokens that end a 4-gram which the reply has had before

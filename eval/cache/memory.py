@@ -17,7 +17,7 @@ from leank.eval.cache.states import StateLayer
 from leank.eval.cache.storage import banded
 from leank.eval.cache.storage.channels import MaskLike, layer_masks
 from leank.eval.cache.storage.codecs import PageCodec, RecordSegment
-from leank.eval.cache.storage.segment import PAGE, numbers_held, round_up
+from leank.eval.cache.storage.segment import PAGE, grown_room, numbers_held, round_up
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.store import Store
 from leank.mask import ChannelMask
@@ -96,6 +96,7 @@ def measure_store(store: Store, backend: Plain | None = None) -> Memory:
     records = {p: part.codec for p in ("prompt", "tail") if isinstance(part := getattr(store, p), RecordSegment)}
     chosen = {n for n in tensors if n.startswith(("reads.", "eviction."))}
     chosen |= {f"{p}.{n}" for p, codec in records.items() for n in codec.tensors()}
+    chosen = {n for n in chosen if tensors[n].is_floating_point()}  # the others say where something lies
     room = sum(_storage(t)[1] for n, t in tensors.items() if n in data)
     extra, tables = (
         sum(dict(_storage(t) for n, t in tensors.items() if n in names).values())
@@ -127,11 +128,13 @@ def bytes_per_row(
     dtype: torch.dtype = torch.bfloat16,
     sizes: Sizes | None = None,
     bits: PageCodec | None = None,
+    reply: int = 0,
 ) -> int:
     """Bytes of one sequence in a compressed cache: spare room of pages and window is counted, tables are not.
 
     mask: as in `compressed_cache`; context: tokens of the prompt; sizes: None = the defaults of `Sizes`
     bits: how the middle is packed, None = as the mask says, or in the model's dtype
+    reply: tokens that are decoded behind it, for which the middle grows
     Raises ValueError for bits beside those of a mask.
     """
     if isinstance(mask, str | os.PathLike):
@@ -139,7 +142,9 @@ def bytes_per_row(
     keep, sizes = layer_masks(mask).cpu(), sizes or Sizes()
     layers, heads, dim = keep.shape
     count = keep.sum(-1).numpy()
-    middle = round_up(max(0, context - sizes.sink - sizes.window), PAGE) * (count > 0)
+    moved = int(sizes.moved(np.array(context), np.array(reply)))
+    middle = round_up(int(sizes.window_start(np.array(context))) - sizes.sink, PAGE)
+    middle = (middle + int(grown_room(np.array(moved)))) * (count > 0)
     ends = 2 * layers * heads * dim * (sizes.sink + sizes.ring) * dtype.itemsize
     if isinstance(mask, ChannelMask) and mask.precision is not None:
         if bits is not None:
@@ -156,6 +161,7 @@ def max_batch(
     dtype: torch.dtype = torch.bfloat16,
     sizes: Sizes | None = None,
     bits: PageCodec | None = None,
+    reply: int = 0,
 ) -> int:
     """The largest batch whose caches fit into `free_bytes`, weights taken off; see `bytes_per_row`."""
-    return free_bytes // bytes_per_row(mask, context, dtype, sizes, bits)
+    return free_bytes // bytes_per_row(mask, context, dtype, sizes, bits, reply)

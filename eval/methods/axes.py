@@ -155,6 +155,10 @@ class Tokens(Axis, ABC):
         """Which tokens leave the middle of one layer while decoding; None if none leave."""
         return None
 
+    def most(self, sizes: Sizes) -> int | None:
+        """How many tokens of a head's middle stay while decoding; None if all that join it do, or scores decide."""
+        return None
+
     def kept_counts(self, config: PreTrainedConfig, columns: list[int], sizes: Sizes) -> np.ndarray | None:
         """How many tokens of a prompt's middle each head keeps [L, H]; a shorter middle is kept whole.
 

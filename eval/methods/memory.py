@@ -1,21 +1,22 @@
 """Bytes that a method holds of a prompt, by its paper's formula: tokens times channels times bytes of a number.
 
-Each choice says what it keeps (`kept_counts` in eval.methods.axes), and the sum is here. eval.cache.memory measures
-what a cache's tensors really take, tables and slack included. `match` brings methods to equal bytes: the free setting
-of each is moved until its formula gives the bytes wanted.
+Each choice says what it keeps (`kept_counts` in eval.methods.axes), and the sum is here. `planned_bytes` is what a
+cache's tensors take as a reply grows, slack included; eval.cache.memory measures them, and tables. `match` brings
+methods to equal bytes: the free setting of each is moved until its formula gives the bytes wanted.
 """
 
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedConfig
 
 from leank.eval.cache.storage import banded
 from leank.eval.cache.storage.codecs import Codec
-from leank.eval.cache.storage.segment import numbers_held
+from leank.eval.cache.storage.segment import PAGE, grown_room, numbers_held, round_up
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.models import windows_of
 from leank.eval.methods.axes import Held
@@ -29,6 +30,10 @@ WHOLE = ("budget", "window")  # settings in tokens; all others are shares and ac
 
 def held_bytes(method: Method, held: Held) -> float:
     """Bytes of sink, window and middle, and of what choices hold in addition (bounds of pages, scores of tokens)."""
+    return _tokens_bytes(method, held) + _extra_bytes(method, held)
+
+
+def _tokens_bytes(method: Method, held: Held) -> float:
     layers, layout = range(len(held.middle)), method.layout()
     codecs: Sequence[Codec | None] = [None] * len(layers)
     if layout is not None:
@@ -41,7 +46,11 @@ def held_bytes(method: Method, held: Held) -> float:
             total += sum(numbers_held(tokens, k, v, held.dtype))
         else:
             total += sum(codec.held(tokens[None], k[None], held.dim, held.dtype))
-    return float(total + sum(choice.extra_bytes(held) for choice in method.axes.values()))
+    return float(total)
+
+
+def _extra_bytes(method: Method, held: Held) -> float:
+    return float(sum(choice.extra_bytes(held) for choice in method.axes.values()))
 
 
 def method_bytes(method: Method, config: PreTrainedConfig, length: int, itemsize: int) -> float | None:
@@ -49,42 +58,101 @@ def method_bytes(method: Method, config: PreTrainedConfig, length: int, itemsize
 
     itemsize: bytes of a number. Raises ValueError for settings that make no sense.
     """
-    layers, heads, dim = kv_shape(config)
-    all_of_it, everywhere = [length] * layers, np.full((layers, heads), dim)
-    passes = (all_of_it, all_of_it) if method.prefill is None else method.prefill.kept_counts(config, length)
-    widths = (everywhere, everywhere) if method.channels is None else method.channels.kept_counts(config, length)
-    if passes is None or widths is None:
-        return None
-    windows = windows_of(config)
+    sliding = _sliding_bytes(config, windows_of(config), length, itemsize)
     found = set()  # of the fewest and the most tokens that a layer may get; the prompt decides if they differ
-    for columns in passes:
-        held = _held(method, config, windows, np.array(columns)[:, None], widths, itemsize)
-        sliding = _sliding_bytes(config, windows, length, itemsize)
-        found.add(None if held is None else held_bytes(method, held) + sliding)
+    for columns in _passes(method, config, length):
+        parts = _parts(method, config, length, columns, 0)
+        found.add(None if parts is None else held_bytes(method, parts.held(method, config, itemsize)) + sliding)
     return found.pop() if len(found) == 1 else None
 
 
-def _held(
-    method: Method,
-    config: PreTrainedConfig,
-    windows: list[int | None],
-    columns: np.ndarray,
-    widths: tuple[np.ndarray, np.ndarray],
-    itemsize: int,
-) -> Held | None:
-    """What layers with full attention hold of a prompt of which they get columns [L, 1]; None if the prompt decides."""
+def planned_bytes(
+    method: Method, config: PreTrainedConfig, prompts: Sequence[int], new: int, itemsize: int
+) -> float | None:
+    """Bytes that the cache of a batch takes when `new` tokens are decoded behind prompts of so many tokens each.
+
+    Of `eval.cache.memory.Memory` all counts but the tables: room that is not filled yet, too. On a GPU a method that
+    evicts has scores for spare room as well, and the window all its slots before there is a middle.
+    Returns None if the prompts decide. itemsize: bytes of a number
+    """
+    if method.tokens is not None and not method.tokens.settled:  # which heads have spare pages
+        return None
+    if not method.axes:
+        return float(sum(dense_bytes(config, length + new, itemsize) for length in prompts))
+    sizes, total, rows = Sizes(method.sink, method.window, method.flush), 0.0, []
+    for length in prompts:
+        passes = {tuple(columns) for columns in _passes(method, config, length)}
+        parts = _parts(method, config, length, passes.pop(), new) if len(passes) == 1 else None
+        if parts is None:
+            return None
+        rows.append(parts)
+        total += _tokens_bytes(method, parts.room(method, config, itemsize))
+        total += _extra_bytes(method, parts.held(method, config, itemsize))
+        total += _sliding_bytes(config, windows_of(config), length + new, itemsize)
+    _, heads, dim = kv_shape(config)
+    slots = 0  # of sink and window: a batch's rows have equally many
+    for layer in (index for index, window in enumerate(windows_of(config)) if window is None):
+        in_window = [int(parts.ends[layer, 0]) - min(sizes.sink, int(parts.ends[layer, 0])) for parts in rows]
+        slots += sizes.sink + sizes.slots(max(in_window), any(parts.left[layer, 0] > 0 for parts in rows))
+    return total + 2 * heads * dim * itemsize * len(rows) * slots
+
+
+def _passes(method: Method, config: PreTrainedConfig, length: int) -> Sequence[Sequence[int]]:
+    """The fewest and the most of a prompt's tokens that each layer gets; empty if that is not known."""
+    if method.prefill is None:
+        return [[length] * kv_shape(config)[0]]
+    return method.prefill.kept_counts(config, length) or []
+
+
+class _Parts(NamedTuple):
+    """What layers with full attention hold of a prompt and of what follows it, in tokens and channels."""
+
+    ends: np.ndarray  # [L, 1], in sink and window
+    left: np.ndarray  # [L, 1], that are in neither
+    prompt: np.ndarray  # [L, H], in the prompt's middle
+    reply: np.ndarray  # [L, H], that have joined the middle since
+    most: int | None  # that stay of both, None = all
+    k: np.ndarray  # [L, H], channels of the middle's K
+    v: np.ndarray  # [L, H], of V
+
+    def held(self, method: Method, config: PreTrainedConfig, itemsize: int) -> Held:
+        """The tokens."""
+        middle = self.prompt + self.reply
+        middle = middle if self.most is None else np.minimum(middle, self.most)
+        return Held(np.broadcast_to(self.ends, self.k.shape), middle, self.k, self.v, kv_shape(config)[2], itemsize)
+
+    def room(self, method: Method, config: PreTrainedConfig, itemsize: int) -> Held:
+        """The room of the middle (`eval.cache.storage.store.Store`), without sink and window."""
+        first = round_up(self.prompt, PAGE)
+        if self.most is None:
+            room = first + round_up(grown_room(self.reply), PAGE)
+        else:  # one segment holds both, and tokens leave after others have come
+            most = self.most + method.flush
+            need = np.minimum(self.prompt + self.reply, most)
+            room = np.where(need <= first, first, round_up(np.minimum(grown_room(need), most), PAGE))
+        return Held(np.zeros_like(room), room, self.k, self.v, kv_shape(config)[2], itemsize)
+
+
+def _parts(method: Method, config: PreTrainedConfig, length: int, columns: Sequence[int], new: int) -> _Parts | None:
+    """Of a prompt, of which each layer gets so many columns, and of `new` tokens behind; None if the prompt decides."""
+    layers, heads, dim = kv_shape(config)
+    everywhere = np.full((layers, heads), dim)
+    widths = (everywhere, everywhere) if method.channels is None else method.channels.kept_counts(config, length)
+    if widths is None:
+        return None
     k, v = widths
-    columns = columns * np.array([window is None for window in windows])[:, None]
-    ends = np.minimum(columns, method.sink + method.window)
-    middle = np.broadcast_to(columns - ends, k.shape)
+    sizes, full = Sizes(method.sink, method.window, method.flush), [window is None for window in windows_of(config)]
+    seen, behind = (np.where(full, tokens, 0)[:, None] for tokens in (columns, new))
+    whole, moved = sizes.window_start(seen) - sizes.sink, sizes.moved(seen, behind)
+    prompt, reply, most = np.broadcast_to(whole, k.shape), np.broadcast_to(moved, k.shape), None
     if method.tokens is not None:
-        kept = method.tokens.kept_counts(
-            config, columns[:, 0].tolist(), Sizes(method.sink, method.window, method.flush)
-        )
+        kept = method.tokens.kept_counts(config, seen[:, 0].tolist(), sizes)
         if kept is None or (k.min() < k.max() and not method.tokens.settled):
             return None
-        middle = np.minimum(middle, kept)
-    return Held(np.broadcast_to(ends, k.shape), np.where(k > 0, middle, 0), k, v, kv_shape(config)[2], itemsize)
+        joins, most = method.tokens.joins(config), method.tokens.most(sizes)
+        prompt, reply = np.minimum(prompt, kept), reply if joins is None else reply * joins.numpy()
+    prompt, reply = (np.where(k > 0, tokens, 0) for tokens in (prompt, reply))
+    return _Parts(seen + behind - whole - moved, whole + moved, prompt, reply, most, k, v)
 
 
 def dense_bytes(config: PreTrainedConfig, length: int, itemsize: int) -> int:

@@ -10,7 +10,7 @@ import pandas as pd
 from leank.eval.report.groups import SAMPLE
 
 QUARTERS = 4
-FIGURES = ("kl", "top1", "bytes", "planned", "seconds", "repeated")
+FIGURES = ("kl", "top1", "bytes", "tables", "planned", "seconds", "repeated")
 
 
 def by_block(table: pd.DataFrame, dense: str | None) -> pd.DataFrame:

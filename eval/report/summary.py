@@ -14,7 +14,7 @@ differ in the method alone:
     by_op, by_depth, by_turn        scores by op (GSM-Infinite), by depth (needle) and by turn (conversations)
     replies             length, cut and repetition of each method's replies
     by_position         methods by position in the replies that they read (`eval.report.position`): kl, top1, bytes,
-                        planned, dense_bytes, seconds a step, and repeated, % of its tokens that
+                        tables, planned, dense_bytes, seconds a step, and repeated, % of its tokens that
                         end a 4-gram which the reply has had before; n replies are so long
     by_quarter          the same by quarter of each reply (0 to 3), and kl_more, the quarter's KL minus the first's
     sampled             pass@k and majority vote of each method (`eval.report.sampled`); empty where replies are greedy
@@ -273,7 +273,7 @@ def _along(blocks: pd.DataFrame, means: Means) -> dict[str, list[Record]]:
         record["n"] = len(part)
         for name in ("kl", "top1"):
             means.add(record, name, strata(part, name))
-        for name in ("bytes", "planned", "dense_bytes", "seconds", "repeated"):
+        for name in ("bytes", "tables", "planned", "dense_bytes", "seconds", "repeated"):
             record[name] = _average(part[name])
         found["by_position"].append(record)
     parts = position.by_quarter(blocks)

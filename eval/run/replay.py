@@ -36,7 +36,7 @@ from leank.eval.inference.prefill import Prefill, PromptLayer, extend, pad_left,
 from leank.eval.inference.prompts import SPECIALS, Prompt, encode
 from leank.eval.inference.sampling import GREEDY, Draws, Sampling
 from leank.eval.methods import Method
-from leank.eval.methods.memory import method_bytes
+from leank.eval.methods.memory import dense_bytes, planned_bytes
 from leank.eval.rows import Fidelity
 from leank.eval.run.fidelity import Compared, Comparison, Continuation, Questions
 from leank.typed import BadConfig, Checked, Count, OneOf, Positive
@@ -294,7 +294,9 @@ class Meter:
     def __init__(self, replay: "Replay", cache: Cache, prompt: Prefill, ends: Sequence[int]) -> None:
         self.replay, self.cache, self.prompt, self.ends = replay, cache, prompt, ends
         self.of_blocks: list[float] = []  # seconds
-        self.bytes: list[float] = []  # one sample's share; none of a dense cache, whose room is not what it holds
+        # one sample's share of all, and of tables; none of a dense cache, whose room is not what it holds
+        self.bytes: list[float] = []
+        self.tables: list[float] = []
         self._began = replay.now()
 
     def note(self, done: int) -> None:
@@ -302,7 +304,9 @@ class Meter:
         if done == self.ends[len(self.of_blocks)]:
             self.of_blocks.append(self.replay.now() - self._began)
             if isinstance(self.cache, CompressedCache):
-                self.bytes.append(cache_bytes(self.cache, self.prompt)[0]["total"])
+                held = cache_bytes(self.cache, self.prompt)[0]
+                self.bytes.append(held["total"])
+                self.tables.append(held["tables"])
             self._began = self.replay.now()
 
     @property
@@ -543,15 +547,19 @@ class Replay:
         meter = Meter(self, cache, prompt, [*range(block, length, block), length])
         near, found, steps = self._comparison.fidelity(cache, prompt, continuation, block, meter.note), [], 0
         config, itemsize = self.model.config.get_text_config(decoder=True), self.model.dtype.itemsize
-        for (one, score), tokens, count in zip(near, prompt.lengths.tolist(), continuation.counts, strict=True):
+        prompts = prompt.lengths.tolist()
+        plans = [planned_bytes(method, config, prompts, end, itemsize) for end in meter.ends]
+        for (one, score), tokens, count in zip(near, prompts, continuation.counts, strict=True):
             if one is not None and "along" in one:
                 along, blocks = one["along"], len(one["along"]["kl"])
                 steps = length if along["stepped"] else 0
-                sizes = [tokens + min(count, end) for end in meter.ends[:blocks]]
-                planned = [method_bytes(method, config, size, itemsize) for size in sizes]
-                held = meter.bytes if method.axes and meter.bytes else planned
-                known = [size for size in held[:blocks] if size is not None]
-                along |= {"planned": planned, "seconds": meter.seconds[:blocks], **({"bytes": known} if known else {})}
+                along["seconds"] = meter.seconds[:blocks]
+                if method.axes:
+                    along["planned"] = [None if plan is None else plan / len(prompts) for plan in plans[:blocks]]
+                    along |= {"bytes": meter.bytes[:blocks], "tables": meter.tables[:blocks]} if meter.bytes else {}
+                else:
+                    sizes = [tokens + min(count, end) for end in meter.ends[:blocks]]
+                    along["planned"] = along["bytes"] = [float(dense_bytes(config, n, itemsize)) for n in sizes]
             found.append((one, one["top1"] if one is not None and continuation.targets is None else score))
         return found, sum(meter.of_blocks), steps
 

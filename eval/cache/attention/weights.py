@@ -6,14 +6,13 @@ from torch import Tensor
 
 from leank.eval.cache.attention.kernels import evict
 from leank.eval.cache.storage.eviction import Choice, Eviction
-from leank.eval.cache.storage.segment import PAGE
-from leank.eval.cache.storage.store import GROWTH, Store
+from leank.eval.cache.storage.segment import PAGE, kept_room
+from leank.eval.cache.storage.store import Store
 from leank.eval.cache.storage.upload import scratch, update
 
 BLOCK = 256  # tokens whose weights a program adds, or whose scores it moves, at a time
 SLICE = 64  # channels of a token that a program moves
 PROGRAMS = 1056  # that add weights, at most: eight per multiprocessor of a large GPU
-ROOMY = 2  # a tail with room for more than so many times the tokens that stay makes way for a smaller one
 
 
 class Weights:
@@ -76,8 +75,9 @@ class Weights:
         """Drop tokens that do not stay from the tail, and their scores, in two launches; see `Eviction.prune`."""
         tail, (stay, left) = store.tail, choice
         most, dim = stay.shape[-1], tail.head_dim
-        roomy = (tail.capacity > ROOMY * (left + GROWTH)).any()
-        new = tail.fresh(tail.channels, np.where(left > 0, left + GROWTH, 0), tail.values) if roomy else tail
+        room = kept_room(tail.capacity, left, store.sizes.flush)
+        roomy = room is not tail.capacity
+        new = tail.fresh(tail.channels, room, tail.values) if roomy else tail
         source = torch.empty(stay.shape, dtype=torch.int32, device=stay.device)
         evict.drop[(left.size,)](
             *(stay.contiguous().view(torch.uint8), source, room, store.seen_dev, store.start_dev, tail.length_dev),

@@ -40,6 +40,11 @@ class Eviction(ABC):
         """Whether single steps matter, by decay or by the tokens held; else only tokens that join the middle do."""
         return True
 
+    @property
+    def most(self) -> int:
+        """Tokens of a head's middle that stay, at most."""
+        return ENDLESS
+
     def begin(self, scores: Tensor, held: np.ndarray) -> Self:
         """A copy for one compressed layer of `held` [B, H] tokens with scores [B, H, n], then zeros."""
         new = copy.copy(self)
@@ -85,9 +90,12 @@ class Eviction(ABC):
             self.scores = pad(self.scores, (0, columns - self.scores.shape[-1])).contiguous()
 
     def prune(
-        self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray
+        self, prompt: Segment, tail: Segment, sink: np.ndarray, window: np.ndarray, flush: int
     ) -> tuple[Segment, Segment] | None:
-        """Both parts of the middle without the tokens that leave, None if all stay; sink, window: [B], tokens held."""
+        """Both parts of the middle without the tokens that leave, None if all stay; sink, window: [B], tokens held.
+
+        flush: as in `compacted`, of the tail
+        """
         choice = self.chosen(prompt, tail, sink, window)
         if choice is None:
             return None
@@ -98,7 +106,7 @@ class Eviction(ABC):
         stay = stay & (token < of_both)
         after = (of_prompt + token).clamp(max=len(token) - 1)  # place in the middle of each token of the tail
         of_tail = stay.gather(-1, after) & (of_prompt + token < of_both)
-        return compacted(prompt, stay & (token < of_prompt)), compacted(tail, of_tail)
+        return compacted(prompt, stay & (token < of_prompt)), compacted(tail, of_tail, flush)
 
     def _keep(self, stay: Tensor, sink: int) -> None:
         """Drop scores of tokens behind the sink that do not stay, bool [B, H, n], True past the last."""
@@ -121,6 +129,10 @@ class HeavyHitters(Eviction):
 
     def __init__(self, heavy: int) -> None:
         self.heavy = heavy
+
+    @property
+    def most(self) -> int:
+        return self.heavy
 
     @property
     def every_step(self) -> bool:

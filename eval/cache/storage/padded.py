@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from leank.eval.cache.storage.codecs import PageSegment
-from leank.eval.cache.storage.segment import PAGE, Segment, lines, round_up
+from leank.eval.cache.storage.segment import PAGE, Segment, kept_room, lines, round_up
 from leank.eval.cache.storage.upload import upload
 
 
@@ -103,10 +103,14 @@ class Padded:
         return k.unflatten(0, segment.length.shape), v.unflatten(0, segment.length.shape)
 
 
-def compacted(segment: Segment, stay: Tensor) -> Segment:
-    """A copy of the tokens that stay, bool [B, H, n], False past a head's own, with no more room than they need."""
+def compacted(segment: Segment, stay: Tensor, flush: int = 0) -> Segment:
+    """A copy of the tokens that stay, bool [B, H, n], False past a head's own.
+
+    flush: tokens that come before the next ones leave, for which it keeps its room (`kept_room`); 0 = it keeps none
+    """
     count = stay.sum(-1).cpu().numpy()
-    new = segment.fresh(segment.channels, count, segment.values)
+    room = kept_room(segment.capacity, count, flush) if flush else count
+    new = segment.fresh(segment.channels, room, segment.values)
     if count.any():
         first = torch.argsort((~stay).to(torch.uint8), dim=-1, stable=True)[..., : int(count.max()), None]
         k, v = (x.gather(2, first.expand(-1, -1, -1, segment.head_dim)) for x in Padded(segment).dense())

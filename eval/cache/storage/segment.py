@@ -35,6 +35,7 @@ from leank.eval.cache.storage.upload import update, upload
 from leank.precision import PAGE as PAGE
 
 COPIED = 1 << 24  # elements copied at once; the limit bounds the temporary tensors of a long prompt
+GROWTH = 128  # tokens: the smallest step in which a middle grows
 SCATTERED = 4  # pieces of rows that are not alike from which all are written at once
 
 Count = TypeVar("Count", int, np.ndarray)
@@ -43,6 +44,25 @@ Count = TypeVar("Count", int, np.ndarray)
 def round_up(n: Count, multiple: int) -> Count:
     """The smallest multiple of `multiple` that is at least n."""
     return -(-n // multiple) * multiple
+
+
+def grown_room(tokens: np.ndarray) -> np.ndarray:
+    """Tokens for which a middle that grows has room when it holds so many, int64 of any shape.
+
+    That is in whole steps of `GROWTH`, or of the power of two in (tokens / 32, tokens / 16] if that is more. It depends
+    on the tokens alone, whenever they came, so that a plan can tell it (`eval.methods.memory.planned_bytes`).
+    """
+    step = np.maximum(GROWTH, 1 << np.maximum(0, np.frexp(tokens // 16)[1] - 1))
+    return round_up(np.asarray(tokens), step)
+
+
+def kept_room(capacity: np.ndarray, left: np.ndarray, flush: int) -> np.ndarray:
+    """The room [B, H] of a middle of which `left` tokens stay, when `flush` more come before the next ones leave.
+
+    It is `capacity`, unless that is more than twice what they need.
+    """
+    roomy = (capacity > 2 * (left + flush + GROWTH)).any()
+    return grown_room(left) if roomy else capacity
 
 
 def _exclusive(sizes: np.ndarray) -> np.ndarray:

@@ -51,6 +51,15 @@ class Sizes(Checked):
         """Slots of the window's ring, in whole pages."""
         return round_up(self.window + self.flush, PAGE)
 
+    def slots(self, held: int, middle: bool) -> int:
+        """Slots of a ring that holds `held` tokens: no spare page before there is a middle, then at least `ring`."""
+        needed = round_up(max(1, held), PAGE)
+        return max(self.ring, needed) if middle else needed
+
+    def moved(self, prompt: np.ndarray, new: np.ndarray) -> np.ndarray:
+        """How many tokens have left the window, for the middle, when `new` have come behind a prompt of `prompt`."""
+        return (prompt + new - self.window_start(prompt) - self.window).clip(min=0) // self.flush * self.flush
+
     def window_start(self, seen: Count) -> Count:
         """The first token of the window behind a prompt of `seen` tokens, an array or a tensor."""
         start = seen - self.window

@@ -19,9 +19,9 @@ from torch import Tensor
 from leank.basis import coordinates, of_queries
 from leank.data_gen.amount import amount
 from leank.eval.cache.storage.channels import KeptChannels
-from leank.eval.cache.storage.eviction import Eviction, moved_up
+from leank.eval.cache.storage.eviction import ENDLESS, Eviction, moved_up
 from leank.eval.cache.storage.middle import Middle, ReadState
-from leank.eval.cache.storage.segment import PAGE, Extent, Segment, round_up, whole_numbers
+from leank.eval.cache.storage.segment import PAGE, Extent, Segment, grown_room, round_up, whole_numbers
 from leank.eval.cache.storage.sizes import Sizes, equal_rows, middle_columns, real_positions
 from leank.eval.cache.storage.upload import capturing, update, upload
 
@@ -33,7 +33,6 @@ COUNTS = ("seen", "start", "floor")  # of each row, on the host
 CONSTANTS = ("center", "origin", "key_basis", "query_basis")  # by which keys and queries are taken, for all prompts
 ENDS = ("sink_k", "sink_v", "ring_k", "ring_v")
 SEGMENTS = ("prompt", "tail")
-GROWTH = 128  # tokens: a growing middle takes this much slack, or 1/16 of its length if that is more
 
 
 class BackendPlan(Protocol):
@@ -93,7 +92,7 @@ class Store:
         self._fill_middle(k, v, None if real is None else in_middle, chosen)
         if middle.eviction is not None:
             self.eviction = self._begin_eviction(middle.eviction, position, in_middle, chosen, scores)
-            self.evict()
+            self._prune(0)
         self.reads = None if middle.reads is None else middle.reads.start(self)
 
     def _begin(self, middle: Middle, sizes: Sizes, device: torch.device) -> None:
@@ -255,24 +254,26 @@ class Store:
 
     def _grow(self, due: np.ndarray) -> None:
         """Give the tail room for `due` [B] more tokens and for some later ones, unless it has that room."""
-        joins, tail = self.middle.joining(self.channels), self.tail
-        if (tail.length + due[:, None] * joins > tail.capacity).any():
-            need = tail.length + due.max() * joins
-            slack = np.maximum(GROWTH, need // 16)
-            self.tail = tail.grown(np.maximum(tail.capacity, np.where(need > 0, need + slack, 0)))
+        tail = self.tail
+        need = tail.length + due[:, None] * self.middle.joining(self.channels)
+        if (need > tail.capacity).any():
+            most = ENDLESS if self.eviction is None else self.eviction.most + self.sizes.flush
+            room = np.where(need > tail.capacity, np.minimum(grown_room(need), np.maximum(need, most)), tail.capacity)
+            self.tail = tail.grown(room)
             self.version += 1
 
     def evict(self) -> None:
-        """Drop the tokens of the middle that the policy gives up."""
-        pruned = None if self.eviction is None else self.eviction.prune(self.prompt, self.tail, *self.ends())
+        """Drop the tokens of the middle that the policy gives up; the tail keeps its room for those to come."""
+        self._prune(self.sizes.flush)
+
+    def _prune(self, flush: int) -> None:
+        pruned = None if self.eviction is None else self.eviction.prune(self.prompt, self.tail, *self.ends(), flush)
         if pruned is not None:
             self.prompt, self.tail = pruned
             self.version += 1
 
     def _slots(self, held: int) -> int:
-        """Slots of a ring that holds `held` tokens: no spare page before there is a middle, then the usual size."""
-        needed = round_up(max(1, held), PAGE)
-        return needed if (self.start <= self.sizes.sink).all() else max(self.sizes.ring, needed)
+        return self.sizes.slots(held, bool((self.start > self.sizes.sink).any()))
 
     def fit(self, new: int) -> None:
         """Grow the ring for `new` more tokens in every row, or give it its usual size back."""

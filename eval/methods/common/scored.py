@@ -123,11 +123,20 @@ class Evicting(Scored):
             raise ValueError(f"budget={self.budget} is a share of the prompt; evict=true needs a number of tokens")
 
     def eviction(self, layer: PromptLayer, config: PreTrainedConfig, sizes: Sizes) -> HeavyHitters | None:
-        return self.policy(self.between(0, sizes)) if self.evict else None
+        most = self.most(sizes)
+        return None if most is None else self.policy(most)
+
+    def most(self, sizes: Sizes) -> int | None:
+        return self.between(0, sizes) if self.evict else None
 
     @abstractmethod
     def policy(self, heavy: int) -> HeavyHitters:
         """How tokens leave while decoding. heavy: tokens of the middle that stay."""
 
     def extra_bytes(self, held: Held) -> float:
-        return SCORE * float((held.ends + held.middle).sum()) if self.evict else 0
+        return scores_bytes(held) if self.evict else 0
+
+
+def scores_bytes(held: Held) -> float:
+    """Bytes of the scores of all tokens held; a layer's heads have as many as its longest."""
+    return SCORE * float((held.ends + held.middle).max(1).sum()) * held.k.shape[1]

@@ -13,12 +13,13 @@ from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from leank.eval.cache.storage.eviction import SCORE, Choice, Eviction, largest
+from leank.eval.cache.storage.eviction import Choice, Eviction, largest
 from leank.eval.cache.storage.segment import Segment
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.upload import upload
 from leank.eval.inference.prefill import Prefill, PromptLayer
 from leank.eval.methods.axes import Held, Tokens, method
+from leank.eval.methods.common.scored import scores_bytes
 from leank.typed import Count, OneOf, Positive, Share
 
 READINGS = ("text", "printed")
@@ -77,7 +78,7 @@ class Lethe(Tokens):
         return [None] * len(prefill.layers)
 
     def extra_bytes(self, held: Held) -> float:
-        return SCORE * float((held.ends + held.middle).sum())
+        return scores_bytes(held)
 
     def eviction(self, layer: PromptLayer, config: PreTrainedConfig, sizes: Sizes) -> Rounds:
         return Rounds(self)

@@ -23,6 +23,7 @@ from leank.eval.methods.memory import (
     held_bytes,
     match,
     method_bytes,
+    planned_bytes,
     share_of_dense,
 )  # fmt: skip
 from leank.eval.methods.tokens.duo_attention import DuoAttention
@@ -113,6 +114,10 @@ def test_bytes_held_are_those_of_the_formula(name, made, model, prompt):
     """Within 3% at 2,500 tokens; tables and slack, which a report shows apart, are not in the formula."""
     one, whole = made[name], dense_bytes(model.config, LENGTH, ITEM)
     found, *what = held(one, model, prompt)
+    plan, memory = planned_bytes(one, model.config, [LENGTH], 0, ITEM), getattr(what[0], "memory", lambda: None)()
+    if plan is not None and memory is not None:
+        assert memory.total - memory.tables == plan
+    assert (plan is None) == (name in BY_PROMPT or name.startswith("adakv"))
     expected = method_bytes(one, model.config, LENGTH, ITEM)
     assert (expected is None) == (name in BY_PROMPT)
     if expected is None:

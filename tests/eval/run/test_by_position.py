@@ -201,7 +201,7 @@ def test_quarters_are_those_of_each_replys_own_length(tmp_path):
         for one in whole.rows:
             if one["sample"] == "0" and one["task"] == "a":
                 along = one["fidelity"]["along"]
-                for name in ("kl", "top1", "bytes", "planned", "seconds", "repeated"):
+                for name in ("kl", "top1", "bytes", "tables", "planned", "seconds", "repeated"):
                     along[name] = [level if name == "kl" else 0.5] * blocks
                 rows.append({**one, "sample": str(sample)})
     with Results(tmp_path) as results:
