@@ -142,9 +142,9 @@ def bytes_per_row(
     keep, sizes = layer_masks(mask).cpu(), sizes or Sizes()
     layers, heads, dim = keep.shape
     count = keep.sum(-1).numpy()
-    moved = int(sizes.moved(np.array(context), np.array(reply)))
-    middle = round_up(int(sizes.window_start(np.array(context))) - sizes.sink, PAGE)
-    middle = (middle + int(grown_room(np.array(moved)))) * (count > 0)
+    of_prompt = int(sizes.window_start(np.array(context))) - sizes.sink
+    moved = sizes.moved(np.array(context), np.array(reply))
+    middle = (round_up(of_prompt, PAGE) + int(grown_room(moved))) * (count > 0)
     ends = 2 * layers * heads * dim * (sizes.sink + sizes.ring) * dtype.itemsize
     if isinstance(mask, ChannelMask) and mask.precision is not None:
         if bits is not None:

@@ -559,7 +559,8 @@ class Replay:
                     along |= {"bytes": meter.bytes[:blocks], "tables": meter.tables[:blocks]} if meter.bytes else {}
                 else:
                     sizes = [tokens + min(count, end) for end in meter.ends[:blocks]]
-                    along["planned"] = along["bytes"] = [float(dense_bytes(config, n, itemsize)) for n in sizes]
+                    along["bytes"] = [float(dense_bytes(config, n, itemsize)) for n in sizes]
+                    along["planned"] = [*along["bytes"]]
             found.append((one, one["top1"] if one is not None and continuation.targets is None else score))
         return found, sum(meter.of_blocks), steps
 

@@ -75,9 +75,9 @@ class Weights:
         """Drop tokens that do not stay from the tail, and their scores, in two launches; see `Eviction.prune`."""
         tail, (stay, left) = store.tail, choice
         most, dim = stay.shape[-1], tail.head_dim
-        room = kept_room(tail.capacity, left, store.sizes.flush)
-        roomy = room is not tail.capacity
-        new = tail.fresh(tail.channels, room, tail.values) if roomy else tail
+        capacity = kept_room(tail.capacity, left, store.sizes.flush)
+        roomy = capacity is not tail.capacity
+        new = tail.fresh(tail.channels, capacity, tail.values) if roomy else tail
         source = torch.empty(stay.shape, dtype=torch.int32, device=stay.device)
         evict.drop[(left.size,)](
             *(stay.contiguous().view(torch.uint8), source, room, store.seen_dev, store.start_dev, tail.length_dev),
