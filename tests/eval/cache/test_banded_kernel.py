@@ -235,27 +235,35 @@ def test_a_channel_takes_the_bytes_that_its_pages_have(bits):
         assert found == 64 * channel_bytes(bits, dtype.itemsize)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
-@pytest.mark.parametrize("dim", HEAD_DIMS["codes"])
-def test_codes_are_compiled(dim, capability):
-    """Without a GPU, where NVRTC is installed beside a PyTorch for CPUs."""
-    packages = Path(sysconfig.get_path("purelib"))
+FORMS = [
+    (4, 4, 64),
+    (3, 8, 64),
+    (4, 4, 32),
+    (3, 8, 32),
+    (3, 8, 64, True),
+    (4, 4, 64, False, 64, 12),
+    (8, 8, 64, True, 192, 16),
+]
+GPUS = [(dim, capability) for dim in HEAD_DIMS["codes"] for capability in ((8, 0), (9, 0))]
+
+
+@pytest.mark.parametrize(
+    ("at", "form"),
+    [
+        pytest.param(at, form, marks=() if at == i % len(GPUS) else pytest.mark.slow)
+        for i, form in enumerate(FORMS)
+        for at in range(len(GPUS))
+    ],
+)
+def test_codes_are_compiled(at, form):
+    """Every form and, for some form, every size and GPU; without a GPU, where NVRTC is beside a PyTorch for CPUs."""
+    packages, (dim, capability) = Path(sysconfig.get_path("purelib")), GPUS[at]
     nvrtc = codes.compiler() or next(map(ctypes.CDLL, packages.glob("nvidia/*/lib/libnvrtc.so.1?")), None)
     if nvrtc is None:
         pytest.skip("needs NVRTC")
     assert codes.compiles(nvrtc, capability)
     assert not codes.compiles(nvrtc, (99, 0))
-    forms = [
-        (4, 4, 64),
-        (3, 8, 64),
-        (4, 4, 32),
-        (3, 8, 32),
-        (3, 8, 64, True),
-        (4, 4, 64, False, 64, 12),
-        (8, 8, 64, True, 192, 16),
-    ]
-    for form in forms:
-        assert codes.cubin(nvrtc, capability, codes.Form(dim, *form))[:4] == b"\x7fELF"
+    assert codes.cubin(nvrtc, capability, codes.Form(dim, *form))[:4] == b"\x7fELF"
     with pytest.raises(RuntimeError, match="NVRTC cannot compile codes"):
         codes.cubin(nvrtc, capability, codes.Form(0, 1, 1, 64))
 
