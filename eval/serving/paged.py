@@ -36,7 +36,7 @@ class LayerTables:
     rest: tuple[Tensor, Tensor]
     even: bool  # whether every head keeps a multiple of 32 channels, so that columns need no masks
     # int32 [H, D], the column of each channel in its stripe of `kept`, -1 - c for column c of `rest`; of codes,
-    # int32 [H, 8], the bands of each head
+    # int32 [H, OF_BANDS], the bands of each head
     columns: Tensor
     costs: Tensor  # int32 [H, 2], length on a launch's line of a tile of the middle, and of one of the ends
     place: Tensor  # int32 [H], the place of each head among those with a middle, or among those without

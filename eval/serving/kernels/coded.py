@@ -3,7 +3,7 @@
 The bytes are those of `eval.cache.attention.kernels.banded`, which packs a page (`put_group`) and multiplies its codes
 (`_sums`). What is here finds the tokens and the pages by block tables. The page layout is that of `eval.serving.coded`.
 
-Names as in eval.serving.kernels.paged. bands: int32 [H, FIELDS], what a head stores (`quantised.Head`), the variant
+Names as in eval.serving.kernels.paged. bands: int32 [H, OF_BANDS], what a head stores (`quantised.Head`), the variant
 that reads it, and 1 if it keeps a channel.
 """
 
@@ -30,11 +30,10 @@ from leank.eval.cache.attention.kernels.banded import (
     width_of,
 )
 from leank.eval.cache.attention.kernels.packed import HALF, ROOM, _together
-from leank.eval.serving.kernels.paged import _ends, _look_up, stripe_of, tiles_of, window_from
+from leank.eval.serving.kernels.paged import OF_BANDS, _ends, _look_up, stripe_of, tiles_of, window_from
 from leank.precision import GROUP
 
-FIELDS = tl.constexpr(OF_HEAD.value + 2)  # of a head in `bands`; the last two are VARIANT and KEEPS
-VARIANT, KEEPS = OF_HEAD, tl.constexpr(OF_HEAD.value + 1)
+VARIANT, KEEPS = OF_HEAD, tl.constexpr(OF_HEAD.value + 1)  # the last two of OF_BANDS
 PAGE = tl.constexpr(precision.PAGE)  # tokens of a page
 CELL = tl.constexpr(GROUP)  # numbers that share a scale
 
@@ -102,7 +101,7 @@ def pack(
             source = b - first
         number = first // PAGE + item // H % most
         filled = (number * PAGE + PAGE <= end) & (number * PAGE >= sink_size)
-        if filled & (tl.load(bands + head * FIELDS + KEEPS) > 0):
+        if filled & (tl.load(bands + head * OF_BANDS + KEEPS) > 0):
             kept_row = kept_table + (request + b).to(tl.int64) * kept_b
             rest_row = rest_table + (request + b).to(tl.int64) * rest_b
             start, _, _, v_start = stripe_of(stripes, head)
@@ -121,7 +120,7 @@ def pack(
             fresh = tl.load(v + from_row * v_t + head * v_h + d[None, :], mask=new, other=0.0)
             tl.store(ring_v + to, tl.where(new, fresh, old))
             tl.debug_barrier()  # all tokens are there before a thread reads those of others
-            n, bits = bands_of(bands + head * FIELDS)
+            n, bits = bands_of(bands + head * OF_BANDS)
             to_page = _codes_at(codes, page, page_bytes, kept_row, number, NUMBER, BLOCK)
             put_group(ring_k, ring_v, 64, 0, index + head * D, n, bits, to_page + start, to_page + v_start, 0,
                       D, PAGE, CELL)
@@ -287,7 +286,7 @@ def gather(
     first = tl.load(plan + 3 * plan_b + b)
     sink = tl.minimum(sink_size, first)
     of_window = window_from(first, sink, window, PAGE)
-    few = tl.load(bands + head * FIELDS + KEEPS) == 0
+    few = tl.load(bands + head * OF_BANDS + KEEPS) == 0
     gap = tl.where(few, of_window - sink, 0)  # a head without a middle sees the window right behind the sink
     count = first + tl.load(plan + b + 1) - at - gap
     begin = tl.program_id(0) * PAGE
@@ -306,7 +305,7 @@ def gather(
         rest_start, width, _, rest_v_start = stripe_of(rest_stripes, head)
         if (gap == 0) & (begin >= sink_size) & (begin < of_window):
             from_page = _codes_at(codes, page, page_bytes, kept_row, begin // PAGE, NUMBER, BLOCK)
-            n, bits = bands_of(bands + head * FIELDS)
+            n, bits = bands_of(bands + head * OF_BANDS)
             _put_keys(to_k, index + head * D, from_page + start, n, dtype, D)
             _put_values(to_v, from_page + v_start, bits, dtype, D)
         else:

@@ -30,8 +30,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from leank.eval.cache.attention.kernels.banded import OF_HEAD
 from leank.eval.cache.attention.kernels.parts import merge, step
 
+OF_BANDS = tl.constexpr(OF_HEAD.value + 2)  # numbers of a head in `bands`: as a cache has them, and two more
 STRIPE = tl.constexpr(16)  # columns: every offset within a page is a multiple of them
 
 
@@ -377,7 +379,7 @@ def decode(
     lengths: int32 [batch], tokens of a row, the query's own included; 0 = no row.
     part, stat: [programs + batch * H, ROWS, D] and [.., ROWS, 2] fp32. done: [batch * H] int32, zeros before and after.
     page: elements of a page. kept, rest: a `Group` each.
-    bands: of codes, int32 [H, 8], as `kernels.coded` has them; page_bytes: of codes, bytes of 64 tokens; else not read.
+    bands: of codes, int32 [H, OF_BANDS], see `kernels.coded`; page_bytes: of codes, bytes of 64 tokens; else not read.
     costs: int32 [H, 2], length on the line of a tile of the middle, 0 = the head has none, and of one of the ends.
     F: a `Form`. READ: `read_columns`, or for codes `coded.read`; CODES: what the latter is compiled for, else None.
     """
@@ -405,7 +407,7 @@ def decode(
             query = (q + b * q_b + (head * GROUP + r) * q_h, ok,
                      kept.channels + head * kept.width, rest.channels + head * rest.width)
             where = (pages, page, kept.tables + b * kept.tables_b, rest.tables + b * rest.tables_b,
-                     kept_stripe, rest_stripe, bands + head * 8, page_bytes)
+                     kept_stripe, rest_stripe, bands + head * OF_BANDS, page_bytes)
             tiles_read = (_before(at, begin, ends, end_cost, START), _before(stop, begin, ends, end_cost, START),
                           in_sink + _before(at, middle_begin, some, middle_cost, START),
                           in_sink + _before(stop, middle_begin, some, middle_cost, START))
