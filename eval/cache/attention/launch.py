@@ -13,7 +13,7 @@ from leank.eval.cache.attention import codes, readers, schedule
 from leank.eval.cache.attention.batched import Plain, Plans
 from leank.eval.cache.attention.kernels import decode, ring
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
-from leank.eval.cache.attention.readers import LONG, WIDE, Config, Reader, reader_of
+from leank.eval.cache.attention.readers import LONG, READERS, WIDE, Config, Reader
 from leank.eval.cache.attention.schedule import Part
 from leank.eval.cache.attention.softmax import LOG2_E, PLAIN, Softmax
 from leank.eval.cache.attention.weights import Weights
@@ -231,7 +231,8 @@ class Kernel(OnGPU[LaunchPlan]):
         if old is not None and old.version == store.version:
             return old
         (batch, heads), dim = store.ring_k.shape[:2], store.ring_k.shape[-1]
-        device, reader = store.ring_k.device, reader_of(store)
+        device, bits = store.ring_k.device, store.middle.bits
+        reader = None if bits is None else READERS[type(bits)](store)
         programs = self.programs or multiprocessors(device) * self._config(reader, dim, 16).per_sm
         parts = schedule.parts(store) if reader is None else schedule.parts(store, reader.cost, reader.columns)
         of_middle = parts[:, Part.KIND] >= schedule.PROMPT
@@ -247,7 +248,7 @@ class Kernel(OnGPU[LaunchPlan]):
         update(table[: len(lines)], lines)
         even = bool((store.channels.count % 32 == 0).all())
         values = 0 if store.values is None else max(16, triton.next_power_of_2(int(store.values.count.max())))
-        room = self.weights.fit(store, None if old is None else old.room)
+        room = None if store.eviction is None else self.weights.fit(store, store.eviction, old and old.room)
         plan = LaunchPlan(table, store.version, programs, even, values, reader, few, room)
         self.plans[store] = plan
         return plan

@@ -69,12 +69,6 @@ class Reader:
     warp_bytes: tuple[int, int] | None = None
 
 
-def reader_of(store: Store) -> Reader | None:
-    """The reader of the store's codec; None = its middle is in the model's dtype."""
-    codec = store.middle.bits
-    return None if codec is None else READERS[type(codec)](store)
-
-
 def pages_reader(store: Store) -> Reader:
     """The reader of pages of codes, KIVI's and a layout's."""
     codec, base, tail = store.middle.bits, store.ring_k, store.tail

@@ -26,15 +26,12 @@ class Weights:
         self._at = torch.zeros(1, dtype=torch.int64)  # the address of the scratch memory
         self._rows = 0  # query rows of a KV head in one launch, the most so far
 
-    def fit(self, store: Store, room: Tensor | None) -> Tensor | None:
+    def fit(self, store: Store, policy: Eviction, room: Tensor | None) -> Tensor:
         """Give the scores and the scratch memory a column for every token that the layer has room for.
 
         room: of an earlier call for this layer, which is changed in place; None = there was none
-        Returns int64 [2] on the device, the scores' address and columns; None if the layer does not evict.
+        Returns int64 [2] on the device, the scores' address and columns.
         """
-        policy = store.eviction
-        if policy is None:
-            return None
         columns = store.sizes.sink + int(store.tail.capacity.max()) + store.ring_k.shape[2]
         policy.reserve(columns)
         self._hold(store, columns)

@@ -37,7 +37,7 @@ from leank.eval.cache.attention.kernels.banded import joining, lowest_of
 from leank.eval.cache.attention.kernels.packed import instructions, numbers, step_of, unit_of
 from leank.eval.cache.attention.kernels.parts import merge
 from leank.eval.cache.attention.launch import FEW, Kernel
-from leank.eval.cache.attention.readers import Config, reader_of
+from leank.eval.cache.attention.readers import Config
 from leank.eval.cache.attention.schedule import Part, Split
 from leank.eval.cache.layer import CompressedLayer
 from leank.eval.cache.storage.middle import Middle
@@ -258,7 +258,7 @@ def test_a_split_costs_more_where_programs_read_few_pages(bits):
     assert Kernel(programs=1).prepare(store).few
     store = make_store([64], 64, [64 * FEW + 90], Sizes(4, 16, 32), torch.float16, bits=Packing(bits, 32))
     assert not Kernel(programs=1).prepare(store).few
-    reader = reader_of(store)
+    reader = Kernel(programs=1).prepare(store).reader
     assert Kernel()._config(reader, 64, 16, few=True).split > Kernel()._config(reader, 64, 16, few=False).split
     assert Kernel(Config(stages=4))._config(reader, 64, 16, few=True).stages == 4  # what was asked for
 

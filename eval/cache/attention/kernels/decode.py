@@ -258,7 +258,8 @@ def _finish(
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         real = real_rows(row, queries.position, queries.tokens, chunk, F.M, F.M, F.GROUP)
         store_rows(results.out, result, real, row, head, queries.tokens, chunk, F.M, F.M, F.GROUP, F.H, F.D)
-        store_lse(scratch, (row * F.H + head) * F.ROWS + r, m, total, ok, F.WEIGHTS)
+        if F.WEIGHTS:
+            store_lse(scratch, (row * F.H + head) * F.ROWS + r, m, total, ok)
     elif partials > 1:
         # asked for now, needed at the very end
         real = real_rows(row, queries.position, queries.tokens, chunk, F.ROWS, F.M, F.GROUP)
@@ -272,8 +273,8 @@ def _finish(
             merged, most, total = merge(partial, stat, first_number, partials, F.ROWS, F.MERGE_LINES, P)
             store_rows(results.out, merged, real, row, head, queries.tokens, chunk, F.ROWS, F.M, F.GROUP, F.H, F.D)
             rows = tl.arange(0, F.ROWS)
-            store_lse(scratch, (row * F.H + head) * F.ROWS + rows, most, total, rows < F.GROUP * queries.tokens,
-                      F.WEIGHTS)
+            if F.WEIGHTS:
+                store_lse(scratch, (row * F.H + head) * F.ROWS + rows, most, total, rows < F.GROUP * queries.tokens)
             tl.store(ticket, 0)
 
 
@@ -324,8 +325,10 @@ def decode(
         acc = tl.where(fresh != 0, 0.0, acc)
         if F.WEIGHTS or READ is not None:  # what these read first, the previous kernel may write
             wait_for_previous_kernel(F.PDL)
-        logits = logits_of(scratch, room, layer.seen, layer.start, layer.tail, row, row * F.H + head, places, r,
-                           layer.sink, kind != SINK, kind == WINDOW, F.ROWS, F.WEIGHTS)
+        logits = scratch  # not written
+        if F.WEIGHTS:
+            logits = logits_of(scratch, room, layer.seen, layer.start, layer.tail, row, row * F.H + head, places, r,
+                               layer.sink, kind != SINK, kind == WINDOW, F.ROWS)
         if kind <= WINDOW:  # sink or window
             acc, m, z = _ends(acc, m, z, q_row, ok, layer, queries, k_at, v_at, first, last, row, t, kind == WINDOW,
                               logits, F)

@@ -20,27 +20,24 @@ import triton.language as tl
 
 @triton.jit
 def logits_of(scratch, room, seen_ptr, start_ptr, tail_ptr, b, place, places, r, sink, behind, in_window,
-              ROWS: tl.constexpr, WEIGHTS: tl.constexpr):
-    """Where the decode kernel puts the logits of token 0 of a part, for query rows r [M]; used if WEIGHTS.
+              ROWS: tl.constexpr):
+    """Where the decode kernel puts the logits of token 0 of a part, for query rows r [M].
 
     behind, in_window: whether the part is behind the sink, and whether it is the window
     """
-    at = scratch + r
-    if WEIGHTS:
-        at = tl.load(scratch).to(tl.pointer_type(tl.float32)) + places * ROWS + (place * ROWS + r) * tl.load(room + 1)
-        if behind:
-            at += tl.minimum(tl.load(seen_ptr + b), sink)
-        if in_window:
-            at += tl.load(tail_ptr + place) - tl.load(start_ptr + b)
+    at = tl.load(scratch).to(tl.pointer_type(tl.float32)) + places * ROWS + (place * ROWS + r) * tl.load(room + 1)
+    if behind:
+        at += tl.minimum(tl.load(seen_ptr + b), sink)
+    if in_window:
+        at += tl.load(tail_ptr + place) - tl.load(start_ptr + b)
     return at
 
 
 @triton.jit
-def store_lse(scratch, at, m, z, ok, WEIGHTS: tl.constexpr):
-    """Write the log-sum-exp of query rows, if WEIGHTS; inf where nothing was seen, so that weights are zero."""
-    if WEIGHTS:
-        total = tl.where(z == 0.0, float("inf"), m + tl.log2(tl.where(z == 0.0, 1.0, z)))
-        tl.store(tl.load(scratch).to(tl.pointer_type(tl.float32)) + at, total, mask=ok)
+def store_lse(scratch, at, m, z, ok):
+    """Write the log-sum-exp of query rows; inf where nothing was seen, so that weights are zero."""
+    total = tl.where(z == 0.0, float("inf"), m + tl.log2(tl.where(z == 0.0, 1.0, z)))
+    tl.store(tl.load(scratch).to(tl.pointer_type(tl.float32)) + at, total, mask=ok)
 
 
 @triton.jit
