@@ -20,7 +20,7 @@ from leank.eval.cache.attention import schedule
 from leank.eval.cache.attention.kernels import HEAD_DIMS
 from leank.eval.cache.attention.kernels.parts import Layer, Queries, Results
 from leank.eval.cache.storage.segment import PAGE, round_up
-from leank.precision import VALUE_BITS, channel_bytes
+from leank.precision import BANDS, VALUE_BITS, channel_bytes
 
 ROWS = 8  # query rows of a KV head, at most
 WARPS = 8  # of a program
@@ -179,7 +179,7 @@ def constants(group: int) -> str:
     """
     names = {name: getattr(schedule, name) for name in ("SINK", "WINDOW", "PROMPT", "TAIL", "FIELDS")}
     names |= {column.name: column.value for column in schedule.Split} | {"PAGE": PAGE, "CELL": group, "ENDS": ENDS}
-    names |= {f"OF_{bits}": channel_bytes(bits, group=group) for bits in (16, 8, 4, 2)}
+    names |= {f"OF_{min(band)}": channel_bytes(min(band), group=group) for band in BANDS}
     names["OF_THIRD"] = channel_bytes(3) - channel_bytes(2)
     return f"enum {{ {', '.join(f'{name} = {n}' for name, n in names.items())} }};\n#line 1\n"
 

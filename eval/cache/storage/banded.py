@@ -43,7 +43,7 @@ class Banded(BandCodec):
         return [(*of_head, bits) for of_head, bits in zip(self.counts.tolist(), self.value_bits, strict=True)]
 
     def heads_of(self, count: np.ndarray) -> np.ndarray:
-        """The same as an array [1, H, 6]; count: [B, H], channels kept, which the layout says itself."""
+        """The same as an array [1, H, n]; count: [B, H], channels kept, which the layout says itself."""
         return np.array(self.heads)[None]
 
     def model_heads(self, head_dim: int) -> tuple[Head, ...]:

@@ -242,7 +242,7 @@ class Packing(PageCodec):
         return [(narrow if self.bits < 4 else self, channels)]
 
     def heads_of(self, count: np.ndarray) -> np.ndarray:
-        """What heads store that keep `count` [B, H] channels, [B, H, 6] as in `Head`."""
+        """What heads store that keep `count` [B, H] channels, one `Head` each, [B, H, n]."""
         return np.stack([*(count * (self.bits in own) for own in COUNTED), np.full_like(count, self.bits)], -1)
 
     def page_bytes(self, head_dim: int, count: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:

@@ -235,6 +235,14 @@ def test_a_channel_takes_the_bytes_that_its_pages_have(bits):
         assert found == 64 * channel_bytes(bits, dtype.itemsize)
 
 
+@pytest.fixture(scope="module")
+def nvrtc():
+    """The compiler, also where it is beside a PyTorch for CPUs."""
+    packages = Path(sysconfig.get_path("purelib"))
+    found = codes.compiler() or next(map(ctypes.CDLL, packages.glob("nvidia/*/lib/libnvrtc.so.1?")), None)
+    return found or pytest.skip("needs NVRTC")
+
+
 FORMS = [
     (4, 4, 64),
     (3, 8, 64),
@@ -255,17 +263,17 @@ GPUS = [(dim, capability) for dim in HEAD_DIMS["codes"] for capability in ((8, 0
         for at in range(len(GPUS))
     ],
 )
-def test_codes_are_compiled(at, form):
-    """Every form and, for some form, every size and GPU; without a GPU, where NVRTC is beside a PyTorch for CPUs."""
-    packages, (dim, capability) = Path(sysconfig.get_path("purelib")), GPUS[at]
-    nvrtc = codes.compiler() or next(map(ctypes.CDLL, packages.glob("nvidia/*/lib/libnvrtc.so.1?")), None)
-    if nvrtc is None:
-        pytest.skip("needs NVRTC")
+def test_codes_are_compiled(nvrtc, at, form):
+    """Every form and, for some form, every size and GPU."""
+    dim, capability = GPUS[at]
     assert codes.compiles(nvrtc, capability)
-    assert not codes.compiles(nvrtc, (99, 0))
     assert codes.cubin(nvrtc, capability, codes.Form(dim, *form))[:4] == b"\x7fELF"
+
+
+def test_what_cannot_be_compiled_is_refused(nvrtc):
+    assert not codes.compiles(nvrtc, (99, 0))
     with pytest.raises(RuntimeError, match="NVRTC cannot compile codes"):
-        codes.cubin(nvrtc, capability, codes.Form(0, 1, 1, 64))
+        codes.cubin(nvrtc, (9, 0), codes.Form(0, 1, 1, 64))
 
 
 @pytest.fixture(scope="module")
