@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from leank.precision import GROUP, KEY_BITS, ROOM, VALUE_BITS, WHOLE, Precision, value_group
+from leank.precision import GROUP, KEY_BITS, ROOM, VALUE_BITS, WHOLE, Precision, scale_bytes, value_group
 
 
 class Move(NamedTuple):
@@ -33,9 +33,9 @@ class Grid(NamedTuple):
     values: Tensor  # [W'], of all channels of a head
 
     @classmethod
-    def of_layouts(cls, head_dim: int) -> "Grid":
-        """Of layouts of bits, scales counted."""
-        return cls(key_costs(), value_costs(head_dim))
+    def of_layouts(cls, head_dim: int, packed: bool = False) -> "Grid":
+        """Of layouts of bits, scales counted; packed: as in `Precision`."""
+        return cls(key_costs(packed), value_costs(head_dim, packed))
 
     @classmethod
     def of_masks(cls) -> "Grid":
@@ -43,19 +43,20 @@ class Grid(NamedTuple):
         return cls(torch.tensor([0, WHOLE], dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
 
 
-def key_costs() -> Tensor:
+def key_costs(packed: bool = False) -> Tensor:
     """Bits of a token's number in a channel of K at each of `KEY_BITS`, scales counted, float64."""
-    return torch.tensor([bits + 32 / GROUP * (0 < bits < WHOLE) for bits in KEY_BITS], dtype=torch.float64)
+    scales = 8 * scale_bytes(packed=packed) / GROUP
+    return torch.tensor([bits + scales * (0 < bits < WHOLE) for bits in KEY_BITS], dtype=torch.float64)
 
 
-def value_costs(head_dim: int) -> Tensor:
+def value_costs(head_dim: int, packed: bool = False) -> Tensor:
     """Bits of a token's V in one head at each of `VALUE_BITS`, scales counted, float64."""
-    costs = [bits + 32 / value_group(head_dim) * (bits < WHOLE) for bits in VALUE_BITS]
-    return head_dim * torch.tensor(costs, dtype=torch.float64)
+    scales = 8 * scale_bytes(packed=packed) / value_group(head_dim)
+    return head_dim * torch.tensor([bits + scales * (bits < WHOLE) for bits in VALUE_BITS], dtype=torch.float64)
 
 
 def allocate(
-    keys: Tensor, values: Tensor, empty: Tensor, budgets: Sequence[float], align: int = ROOM
+    keys: Tensor, values: Tensor, empty: Tensor, budgets: Sequence[float], align: int = ROOM, packed: bool = False
 ) -> list[Precision]:
     """Return the layout of the smallest loss for each budget; a larger budget never makes a width smaller.
 
@@ -70,6 +71,7 @@ def allocate(
     empty: loss of each head if it drops its middle, [L, H].
     budgets: shares of dense's bytes (`Precision.middle_bytes`), above 0.
     align: channels of a block, a multiple of `ROOM` that divides head_dim, so that no band has room to spare.
+    packed: whether the layouts' scales are; the losses must be of such codes.
 
     Raises ValueError for an align that does not fit, losses that are not finite, or a budget that keeps no head.
     """
@@ -79,7 +81,7 @@ def allocate(
         raise ValueError("the losses of widths hold NaN or infinite numbers; calibrate again")
     keys, values, empty = (losses.detach().double().cpu().flatten(0, 1) for losses in (keys, values, empty))
     order, of_blocks = blocks(keys, align)
-    grid = Grid.of_layouts(dim)
+    grid = Grid.of_layouts(dim, packed)
     found = [_of_head(*losses, align, grid) for losses in zip(of_blocks, values, empty.tolist(), strict=True)]
     # sorting is stable, and the gains of a head fall: its moves stay in order
     whole = [(gain, cost, head, count) for head, (_, steps) in enumerate(found) for gain, cost, count in steps]
@@ -100,7 +102,7 @@ def allocate(
                     value_bits[head] = VALUE_BITS[move.width]
                 else:
                     key_bits[head, order[head, move.unit * align : (move.unit + 1) * align]] = KEY_BITS[move.width]
-        layouts.append(Precision(key_bits.view(layers, heads, dim), value_bits.view(layers, heads)))
+        layouts.append(Precision(key_bits.view(layers, heads, dim), value_bits.view(layers, heads), packed=packed))
     return layouts
 
 

@@ -39,6 +39,7 @@ ROUNDINGS = ("nearest", "floor", "exact", "official")
 FORMAT = "leank-channel-mask-1"
 LAYOUT_FORMAT = "leank-channel-mask-2"  # with bits per channel: a version that cannot read them refuses the file
 BASIS_FORMAT = "leank-channel-mask-3"  # with bases, too
+PACKED_FORMAT = "leank-channel-mask-4"  # with bits per channel and packed scales, perhaps with bases
 BITS = ("key_bits", "value_bits")
 OFF = 0.02  # share of all channels by which a mask may miss its ratio without a warning
 Line = Annotated[str, StringConstraints(pattern=r"^[^\p{Cc}\p{Zl}\p{Zp}]*$")]
@@ -163,6 +164,14 @@ class ChannelMask:
                 "leank.compressed_cache or the method leank, or take a layout without one (pruning.basis=channels)"
             )
 
+    def refuse_packed(self, what: str) -> None:
+        """Raise ValueError if the mask's scales are packed, which `what` does not read."""
+        if self.precision is not None and self.precision.packed:
+            raise ValueError(
+                f"{what} does not read packed scales, which this mask has; use it in leank.compressed_cache or the "
+                "method leank, or train a layout with pruning.scales=whole"
+            )
+
     @property
     def pruning_ratio(self) -> float:
         """Share of all K channels that is pruned, 0 to 1."""
@@ -233,6 +242,8 @@ class ChannelMask:
     def save(self, path: str | os.PathLike) -> None:
         """Write safetensors with metadata and a sha256 in the header; the same mask gives the same bytes."""
         form = FORMAT if self.precision is None else LAYOUT_FORMAT if self.key_basis is None else BASIS_FORMAT
+        if self.precision is not None and self.precision.packed:
+            form = PACKED_FORMAT
         header = {"format": form, "metadata": json.dumps(self.metadata, sort_keys=True)}
         means = {} if self.mean_keys is None else {"mean_keys": self.mean_keys}
         bits = {} if self.precision is None else {name: getattr(self.precision, name) for name in BITS}
@@ -251,11 +262,12 @@ class ChannelMask:
         if path.suffix == ".pth":
             return cls.from_official(path)
         try:
-            tensors, metadata = _read(path)
+            tensors, metadata, form = _read(path)
         except DamagedFile as error:
             raise ValueError(f"mask={error}") from error
         with naming(f"mask={path}"):
-            precision = Precision(*(tensors[name] for name in BITS)) if BITS[0] in tensors else None
+            bits = [tensors[name] for name in BITS if name in tensors]
+            precision = Precision(*bits, packed=form == PACKED_FORMAT) if bits else None
             more = tensors.get("mean_keys"), precision, tensors.get("key_basis")
             return cls(tensors["keep"], metadata, *more)._doubted(path)
 
@@ -418,10 +430,10 @@ def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str, n
         )
 
 
-def _read(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, object]]:
+def _read(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, object], str]:
     cure = "copy it again, or train again"
     tensors, header = read_tensors(path, {"keep"}, cure, {"format", "metadata"}, {"mean_keys", *BITS, "key_basis"})
-    if header.get("format") not in (FORMAT, LAYOUT_FORMAT, BASIS_FORMAT):
+    if (form := header.get("format")) not in (FORMAT, LAYOUT_FORMAT, BASIS_FORMAT, PACKED_FORMAT):
         raise ValueError(f"mask={path} is a safetensors file, but not one that ChannelMask.save wrote")
     try:
         metadata = json.loads(header["metadata"])
@@ -429,11 +441,11 @@ def _read(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, object]
         metadata = None
     if not isinstance(metadata, dict):
         raise DamagedFile(path, "its header is not what was written", cure)
-    if {*BITS} & {*tensors} != (set() if header["format"] == FORMAT else {*BITS}):
+    if {*BITS} & {*tensors} != (set() if form == FORMAT else {*BITS}):
         raise DamagedFile(path, "its header and its bits per channel do not belong together", cure)
-    if ("key_basis" in tensors) != (header["format"] == BASIS_FORMAT):
+    if form != PACKED_FORMAT and ("key_basis" in tensors) != (form == BASIS_FORMAT):
         raise DamagedFile(path, "its header and its key_basis do not belong together", cure)
-    return tensors, metadata
+    return tensors, metadata, form
 
 
 def refuse_not_finite(alpha: Tensor, cure: str, where: str = "alpha") -> None:

@@ -4,7 +4,8 @@ A mask is the case of 0 and 16 bits. The channels of a head with 16, 8 and 4 bit
 share one. A band of fewer than 16 bits is stored as KIVI stores numbers (`eval.cache.storage.quantised`):
 `GROUP` tokens of a channel of K, or as many channels of a token of V, share a scale and a zero point in the model's
 dtype. So a number costs half a bit beside its own. KIVI's groups of 32 cost a whole one; on SmolLM2 they make the
-squared error of K and V 0.70 times as large, and half a bit more of code makes it half. A band of 16 bits holds the
+squared error of K and V 0.70 times as large, and half a bit more of code makes it half. *Packed*, the scale and the
+zero point of a group are one word of 16 bits, and a number costs a quarter of a bit. A band of 16 bits holds the
 numbers as they are. A band has room for a multiple of `ROOM` channels, and so has the third bit of those that have one:
 a GPU reads whole words.
 """
@@ -26,6 +27,7 @@ COUNTED = (*BANDS, (3,))  # widths whose channels decide a page's bytes: a third
 WHOLE = 16  # bits of a number in the model's dtype, whatever that is
 PAGE = 64  # tokens of a page of the middle
 GROUP = 64  # numbers that share a scale and a zero point: tokens of a channel of K, channels of a token of V
+PACKED = 2  # bytes of a scale and a zero point, packed
 ROOM = 16  # a band has room for a multiple of so many channels of K
 
 
@@ -35,9 +37,10 @@ class Precision:
     key_bits: uint8 [L, H, D] of `KEY_BITS`.
     value_bits: uint8 [L, H] of `VALUE_BITS`; that of a head whose key_bits are all 0 has no meaning, since such a head
         keeps no middle.
+    packed: whether a scale and a zero point are one word of 16 bits, not two numbers in the model's dtype
     """
 
-    def __init__(self, key_bits: Tensor, value_bits: Tensor) -> None:
+    def __init__(self, key_bits: Tensor, value_bits: Tensor, *, packed: bool = False) -> None:
         """Raise ValueError that names the tensor which is of another type, shape or range."""
         for name, bits, dim, allowed in (
             ("key_bits", key_bits, 3, KEY_BITS),
@@ -50,6 +53,7 @@ class Precision:
                 raise ValueError(f"{name} holds {min(others)}; a number has {', '.join(map(str, allowed))} bits")
         if value_bits.shape != key_bits.shape[:2]:
             raise ValueError(f"value_bits {list(value_bits.shape)} is not of the heads of {list(key_bits.shape)}")
+        self.packed = packed
         self.key_bits, self.value_bits = (
             bits.detach().cpu().clone(memory_format=torch.contiguous_format) for bits in (key_bits, value_bits)
         )
@@ -64,8 +68,9 @@ class Precision:
 
         group: numbers that share a scale, KIVI's; None = those of a layout
         """
-        k = key_bytes(counts(self.key_bits).unbind(-1), itemsize, group or GROUP)
-        v = value_bytes(self.value_bits.long(), self.key_bits.shape[-1], itemsize, group) * self.keep.any(-1)
+        k = key_bytes(counts(self.key_bits).unbind(-1), itemsize, group or GROUP, self.packed)
+        v = value_bytes(self.value_bits.long(), self.key_bits.shape[-1], itemsize, group, self.packed)
+        v = v * self.keep.any(-1)
         return k.double() / PAGE, v.double() / PAGE
 
     @property
@@ -94,21 +99,28 @@ def counts(key_bits: Tensor) -> Tensor:
 # The bytes of a page, PAGE tokens of one head: all other formulas and the kernels' constants are made of these.
 
 
-def key_bytes(channels: Sequence[Numbers], itemsize: int = 2, group: int = GROUP) -> Numbers:
+def scale_bytes(itemsize: int = 2, packed: bool = False) -> int:
+    """Bytes of a group's scale and zero point."""
+    return PACKED if packed else 2 * itemsize
+
+
+def key_bytes(channels: Sequence[Numbers], itemsize: int = 2, group: int = GROUP, packed: bool = False) -> Numbers:
     """Bytes of a page of K; channels: five numbers, arrays or tensors, as `counts` has them."""
     whole, eight, four, narrow, third = (-(-n // ROOM) * ROOM for n in channels)
-    scales = PAGE // group * 2 * itemsize
+    scales = PAGE // group * scale_bytes(itemsize, packed)
     coded = eight * (PAGE + scales) + four * (PAGE // 2 + scales) + narrow * (PAGE // 4 + scales)
     return whole * (PAGE * itemsize) + coded + third * (PAGE // 8)
 
 
-def value_bytes(bits: Numbers, head_dim: int, itemsize: int = 2, group: int | None = None) -> Numbers:
+def value_bytes(
+    bits: Numbers, head_dim: int, itemsize: int = 2, group: int | None = None, packed: bool = False
+) -> Numbers:
     """Bytes of a page of V in so many bits, a number, array or tensor; group: None = that of `value_group`."""
-    scales = head_dim // (group or value_group(head_dim)) * 2 * itemsize
+    scales = head_dim // (group or value_group(head_dim)) * scale_bytes(itemsize, packed)
     coded = PAGE * head_dim * bits // 8 + PAGE * scales
     return coded + (bits == WHOLE) * (PAGE * head_dim * itemsize - coded)
 
 
-def channel_bytes(bits: int, itemsize: int = 2, group: int = GROUP) -> int:
+def channel_bytes(bits: int, itemsize: int = 2, group: int = GROUP, packed: bool = False) -> int:
     """Bytes that a channel of K in so many bits takes of a page, where no room is spare."""
-    return key_bytes([ROOM * (bits in own) for own in COUNTED], itemsize, group) // ROOM
+    return key_bytes([ROOM * (bits in own) for own in COUNTED], itemsize, group, packed) // ROOM

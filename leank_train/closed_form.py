@@ -264,9 +264,9 @@ def _second_order(
             k, d_k = k[..., first:, :], d_k.unflatten(2, k.shape[2:4])[..., first:, :]
             for i, bits in enumerate(KEY_BITS[1:-1]):
                 width = torch.full((1, 1), float(bits), device=k.device)
-                error = rounded(k, width, GROUP).double() - k
+                error = rounded(k, width, GROUP, pruning.packed).double() - k
                 keys[layer, :, :, i + 1] += (d_k * error).square().sum((0, 2, 3)) * counts
-                error = rounded(v, width, value_group(v.shape[-2])).double() - v
+                error = rounded(v, width, value_group(v.shape[-2]), pruning.packed).double() - v
                 values[layer, :, i] += (d_v.mT * error).square().sum((0, 2, 3)) * counts
         yield
 

@@ -55,6 +55,11 @@ class PruningConfig(Checked):
     # (`ChannelMask.mean_keys`), which a mask's file then holds
     compensation: Annotated[str, OneOf("none", "mean")] = "none"
 
+    @property
+    def packed(self) -> bool:
+        """Whether scales are packed (`leank.precision`), which those of layouts may be."""
+        return False
+
 
 def read_documents(
     model: PreTrainedModel, documents: Ragged, kernel: str, sink: int = 0, ranks: dist.ProcessGroup | None = None

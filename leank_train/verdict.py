@@ -68,9 +68,9 @@ class Kivi:
         return self.precision.share(self.group)
 
 
-def equal(shape: DecoderShape, bits: int) -> Precision:
+def equal(shape: DecoderShape, bits: int, packed: bool = False) -> Precision:
     """Return the layout with as many bits everywhere."""
-    return Precision(*(torch.full(tuple(of), bits, dtype=torch.uint8) for of in (shape, shape[:2])))
+    return Precision(*(torch.full(tuple(of), bits, dtype=torch.uint8) for of in (shape, shape[:2])), packed=packed)
 
 
 @dataclass(frozen=True)
@@ -233,5 +233,6 @@ def _divergences(
             group, basis = (keep.group, None) if isinstance(keep, Kivi) else (None, keep.key_basis)
             assert keep.precision is not None
             widths = widths_of(keep.precision).to(model.device, torch.float32)
-            pruned = stored_student(*given, widths, **how, group=group, key_basis=basis)
+            packed = keep.precision.packed
+            pruned = stored_student(*given, widths, **how, group=group, key_basis=basis, packed=packed)
         yield name, float(kl_loss(head, full, pruned, batch.answers.lengths))

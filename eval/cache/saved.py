@@ -45,7 +45,7 @@ class Header(Checked):
     sizes: Sizes  # of every compressed layer
     columns: Annotated[int, Ge(1), Le(LONGEST)]  # of the prompt and of what followed, padding included
     # of each layer, bits and group of a packed middle; None = it is in the model's dtype, or in the bits of its tensors
-    # key_bits and value_bits
+    # key_bits and value_bits, and of packed scales if it has a tensor "packed"
     packing: Sequence[Sequence[int] | None]
 
 
@@ -106,7 +106,7 @@ def _compressed(layer: CompressedLayer) -> dict[str, Tensor]:
     if middle.joins is not None:
         tensors["joins"] = middle.joins.bool()
     if isinstance(middle.bits, Banded):
-        tensors |= middle.bits.widths()
+        tensors |= middle.bits.tensors()
     more = {"center": middle.center, "key_basis": middle.key_basis}
     return tensors | {name: tensor.float() for name, tensor in more.items() if tensor is not None}
 
@@ -152,7 +152,10 @@ class Saved:
             layouts: dict[int, Codec] = {}
             if banded:
                 bits = (torch.stack([self.layers[i][name] for i in banded]) for name in ("key_bits", "value_bits"))
-                layouts.update(zip(banded, codecs(Precision(*bits)), strict=True))
+                packed = ["packed" in self.layers[i] for i in banded]
+                if packed != packed[:1] * len(packed):
+                    raise ValueError("some of its layers have packed scales, and others not")
+                layouts.update(zip(banded, codecs(Precision(*bits, packed=packed[0])), strict=True))
             if bases := [own["key_basis"] for own in self.layers if "key_basis" in own]:
                 check_basis(torch.stack(bases))
             self.middles = [
@@ -184,7 +187,9 @@ class Saved:
             raise ValueError(f"{self.path} was made with another mask; load that one, or leave mask out")
         bits = mask.precision
         keys, values = (None, None) if bits is None else (bits.key_bits, bits.value_bits)
+        packed = None if bits is None or not bits.packed else torch.ones(len(keep), dtype=torch.bool)
         wanted = {
+            "packed": (packed, "scales"),
             "center": (mask.mean_keys, "mean keys"),
             "key_bits": (keys, "bits of K"),
             "value_bits": (values, "bits of V"),

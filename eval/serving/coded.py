@@ -241,6 +241,7 @@ def page_layout(
 ) -> AnyLayout:  # fmt: skip
     """The pages of a mask, or of its layout of bits; see `PageLayout.of` and `CodedLayout.of`."""
     mask.refuse_basis("a server's page")
+    mask.refuse_packed("a server's page")
     if mask.precision is None:
         return PageLayout.of(mask.keep, block, sink, window, hits, rank, ranks)
     return CodedLayout.of(mask.precision, block, sink, window, dtype, hits, rank, ranks)

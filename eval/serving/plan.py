@@ -99,6 +99,7 @@ def planned(args: argparse.Namespace) -> str:
     assert settings is not None
     mask = ChannelMask.load(args.mask)
     mask.refuse_basis("the vLLM plug-in")
+    mask.refuse_packed("the vLLM plug-in")
     if args.model is not None:
         refuse_model(args.model, mask)
     block = args.block or (32 if mask.precision is None else PAGE)

@@ -52,6 +52,7 @@ class ServerSettings(Checked):
         loaded = ChannelMask.load(mask)
         with naming(f"{NAMES['mask']}={given['mask']}"):
             loaded.refuse_basis("the vLLM plug-in")
+            loaded.refuse_packed("the vLLM plug-in")
         trained = OF_LAYOUTS if loaded.precision is not None else loaded.metadata
         sizes = {name: str(given.get(name, trained.get(name, DEFAULTS[name]))) for name in DEFAULTS}
         try:

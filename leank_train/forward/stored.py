@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from leank.basis import coordinates, of_queries
 from leank.eval.cache.attention.softmax import Softmax
-from leank.eval.cache.storage.quantised import quantise, restore
+from leank.eval.cache.storage.quantised import quantise, quantise_packed, restore, restore_packed
 from leank.precision import GROUP, KEY_BITS, VALUE_BITS, WHOLE, Precision, value_group
 from leank_train.forward.branching import Branch, Prefix, ScaledPass, answer_positions
 from leank_train.forward.fused import fused_attention
@@ -38,27 +38,30 @@ SPARE = 8  # channels beside a head's own, of which one has the logarithm of the
 NO_FLASH = 2**62  # keys; the flash kernel takes no more channels in K than in V
 
 
-def rounded(x: Tensor, bits: Tensor, group: int) -> Tensor:
+def rounded(x: Tensor, bits: Tensor, group: int, packed: bool = False) -> Tensor:
     """Return x as a cache gives it back, in its own type; groups that share a scale lie along the last axis but one.
 
     x: [..., A, N]; the last group may be short.
     bits: of a number, like x but 1 along A; WHOLE leaves x as it is.
-    group: numbers that share a scale and a zero point, of its type.
+    group: numbers that share a scale and a zero point, of its type, or packed (`leank.precision`).
     """
     length = x.shape[-2]
     short = -length % group
     cells = torch.cat([x, x[..., -1:, :].expand(*x.shape[:-2], short, -1)], -2) if short else x
     top = (2.0 ** bits.clamp(max=MOST_CODED) - 1).unsqueeze(-2)
-    found = restore(*quantise(cells, group, top), group)[..., :length, :]
-    return torch.where(bits == WHOLE, x, found)
+    if packed:
+        found = restore_packed(*quantise_packed(cells, group, top), group, top).to(x.dtype)
+    else:
+        found = restore(*quantise(cells, group, top), group)
+    return torch.where(bits == WHOLE, x, found[..., :length, :])
 
 
-def stored(x: Tensor, widths: Tensor, group: int) -> Tensor:
-    """Return x at real widths, with a gradient in them; x and group as in `rounded`, widths like its bits."""
+def stored(x: Tensor, widths: Tensor, group: int, packed: bool = False) -> Tensor:
+    """Return x at real widths, with a gradient in them; widths like the bits of `rounded`, and the rest as there."""
     grid = torch.tensor(KEY_BITS[1:], device=x.device, dtype=widths.dtype)
     below = grid[(torch.bucketize(widths.detach().contiguous(), grid, right=True) - 1).clamp(min=0)]
     with torch.no_grad():
-        error = rounded(x, below, group) - x
+        error = rounded(x, below, group, packed) - x
     shrunk = (2.0**below - 1) / (2.0 ** widths.clamp(min=LEAST) - 1)
     return x + shrunk.to(x.dtype) * error
 
@@ -75,13 +78,15 @@ class StoredPass(ScaledPass):
     widths: real [L, H, D + 2], of the channels of K, and of V; then the head's share.
     group: numbers that share a scale; None has the sizes of layouts.
     key_basis: [L, H, D, D], in whose coordinates keys are stored (`leank.basis`); None = in their channels.
+    packed: whether scales are.
     """
 
     def __init__(
         self, prefix: Prefix, question: Branch, positions: Tensor, k_positions: Tensor, widths: Tensor, sink: int,
-        window: int, empty_heads: str, group: int | None = None, key_basis: Tensor | None = None,
+        window: int, empty_heads: str, group: int | None = None, key_basis: Tensor | None = None, packed: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(prefix, question, positions, k_positions, widths, sink, window, empty_heads)
+        self.packed = packed
         self.group, self.widths, self.of_documents = group, self.alpha, self.alpha
         self.key_basis = None if key_basis is None else key_basis.to(prefix.device)
         self.query_basis = None if key_basis is None else of_queries(key_basis).to(prefix.device)
@@ -130,9 +135,10 @@ class StoredPass(ScaledPass):
         """Keys and values of a part as they are stored."""
         widths = (self.widths if part else self.of_documents)[layer][:, None]  # [H, 1, D + 2]
         first = self.first(part)
-        behind = stored(self.branches(part, k)[..., first:, :], widths[:, None, :, :-2], self.group or GROUP)
+        of_keys, keys = widths[:, None, :, :-2], self.branches(part, k)[..., first:, :]
+        behind = stored(keys, of_keys, self.group or GROUP, self.packed)
         behind = behind.flatten(2, 3)
-        v = stored(v.mT, widths[..., -2:-1], self.group or value_group(v.shape[-1])).mT
+        v = stored(v.mT, widths[..., -2:-1], self.group or value_group(v.shape[-1]), self.packed).mT
         return (torch.cat([k[:, :, :first], behind], 2) if first else behind), v
 
     def first(self, part: int) -> int:
@@ -184,16 +190,17 @@ class WholePass(StoredPass):
 def stored_student(
     model: PreTrainedModel, prefix: Prefix, question: Branch, answer_ids: Tensor, lengths: Sequence[int] | Tensor,
     widths: Tensor, *, sink: int, window: int, empty_heads: str, rounds: bool = True, group: int | None = None,
-    key_basis: Tensor | None = None,
+    key_basis: Tensor | None = None, packed: bool = False,
 ) -> Tensor:  # fmt: skip
     """Run the answer tokens over a middle at real widths, [L, H, D + 2]; the rest is as in `branching.student`.
 
     rounds: whether numbers are rounded to their widths; else a key's channel fades below `LEAST`, and no more.
-    group, key_basis: as in `StoredPass`.
+    group, key_basis, packed: as in `StoredPass`.
     """
     positions, k_positions = answer_positions(question, answer_ids, lengths)
     kind = StoredPass if rounds else WholePass
-    state = kind(prefix, question, positions, k_positions, widths, sink, window, empty_heads, group, key_basis)
+    how = (sink, window, empty_heads, group, key_basis, packed)
+    state = kind(prefix, question, positions, k_positions, widths, *how)
     hidden = run_decoder(model, answer_ids, to_device(positions, answer_ids.device), state)
     return hidden + 0.0 * widths.sum() if widths.requires_grad and not hidden.requires_grad else hidden
 

@@ -22,7 +22,9 @@ class Factors(Masks):
     """Masks at several ratios from one order of channels."""
 
     where: ClassVar = "on masks by factors or of the closed form, without pruning.bytes"
-    elsewhere: ClassVar = {**OF_SCORES, "pruning.learns": ..., "pruning.basis": "channels", "pruning.bytes": ...}
+    elsewhere: ClassVar = {
+        **OF_SCORES, "pruning.learns": ..., "pruning.basis": "channels", "pruning.scales": "whole", "pruning.bytes": ...
+    }  # fmt: skip
 
     def learn(self, training: Training) -> Learned:
         """Correct the closed form by factors, whose order of channels is also cut beside theirs."""

@@ -58,11 +58,18 @@ class LayoutPruning(PruningConfig):
     # what has bits of its own: K's "channels", or coordinates in a basis of each of the "heads", which the closed form
     # finds (`leank_train.closed_form.key_bases`) and the mask's file holds
     basis: Annotated[str, OneOf("channels", "heads")] = "channels"
+    # scales and zero points: "whole", two numbers in the model's dtype, or "packed" into 16 bits
+    scales: Annotated[str, OneOf("whole", "packed")] = "whole"
 
     @property
     def budgets(self) -> list[float]:
         """All budgets, rising; `bytes` is among them."""
         return sorted({self.bytes, *self.nested})
+
+    @property
+    def packed(self) -> bool:
+        """Whether scales are packed."""
+        return self.scales == "packed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +117,13 @@ class Layouts(Recipe):
         losses_of = {"layout": stage.losses(), CLOSED_FORM: closed} if self.stage1.steps else {"layout": closed}
         masks = {}
         for kind, losses in losses_of.items():
-            for budget, layout in zip(pruning.budgets, allocate(*losses, pruning.budgets, pruning.align), strict=True):
+            found = allocate(*losses, pruning.budgets, pruning.align, pruning.packed)
+            for budget, layout in zip(pruning.budgets, found, strict=True):
                 own = MASK if kind == "layout" else kind
                 name = own if budget == pruning.bytes else f"{kind}_{100 * budget:.12g}pct"
                 masks[name] = ChannelMask(layout.keep, {**metadata, "bytes": budget}, training.means, layout, basis)
         for bits in VALUE_BITS[:3]:
-            layout = equal(backbone.shape, bits)
+            layout = equal(backbone.shape, bits, pruning.packed)
             masks[f"{EQUAL}_{bits}bits"] = ChannelMask(layout.keep, metadata, None, layout)
         path = stage.path.detach().cpu().contiguous()
         alpha = path[..., :-2].repeat_interleave(pruning.align, -1)
@@ -189,7 +197,7 @@ class LayoutStage(Stage):
 
     def grid(self, dim: int) -> Grid:
         """Return what the widths cost."""
-        return Grid.of_layouts(dim)
+        return Grid.of_layouts(dim, self.pruning.packed)
 
     @property
     def result(self) -> Tensor:
@@ -247,7 +255,7 @@ class LayoutStage(Stage):
             self.backbone.model, prefix, question, batch.answers.ids, batch.answers.lengths,
             self.widths(self.fills(self.waterline(self.budget()))),
             sink=self.pruning.sink, window=self.pruning.window, empty_heads=self.config.empty_heads,
-            rounds=self.rounds, key_basis=self.key_basis,
+            rounds=self.rounds, key_basis=self.key_basis, packed=self.pruning.packed,
         )  # fmt: skip
 
     def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:

@@ -61,6 +61,7 @@ class Paper(Masks):
         "pruning.learns": ...,
         "pruning.nested": [],
         "pruning.basis": "channels",
+        "pruning.scales": "whole",
         "pruning.bytes": ...,
     }
 

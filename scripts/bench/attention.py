@@ -268,8 +268,8 @@ def means(row: Record, shape: Shape, masks: Tensor, centered: bool) -> None:
 # layouts
 
 
-def random_layout(share: float, layers: int = 32, heads: int = 8) -> Precision:
-    """A layout of the shares in `LAYOUTS`, drawn at random and always the same."""
+def random_layout(share: float, layers: int = 32, heads: int = 8, packed: bool = False) -> Precision:
+    """A layout of the shares in `LAYOUTS`, drawn at random and always the same; packed: whether scales are."""
     generator, (of_blocks, of_heads) = torch.Generator().manual_seed(0), LAYOUTS[share]
 
     def drawn(shares: dict[int, float], number: int) -> Tensor:
@@ -277,16 +277,17 @@ def random_layout(share: float, layers: int = 32, heads: int = 8) -> Precision:
         return torch.tensor([*shares], dtype=torch.uint8)[which]
 
     key_bits = drawn(of_blocks, layers * heads * DIM // 16).repeat_interleave(16)
-    return Precision(key_bits.view(layers, heads, DIM), drawn(of_heads, layers * heads).view(layers, heads))
+    value_bits = drawn(of_heads, layers * heads).view(layers, heads)
+    return Precision(key_bits.view(layers, heads, DIM), value_bits, packed=packed)
 
 
-def layout(row: Record, shape: Shape, share: float) -> None:
-    """Fill the row of a layout."""
-    precision = random_layout(share)
+def layout(row: Record, shape: Shape, share: float, packed: bool) -> None:
+    """Fill the row of a layout, whose scales may be packed."""
+    precision = random_layout(share, packed=packed)
     codec = codecs(precision)[0]
     us, size = kernel_us(shape, Middle(codec.order > 0, bits=codec))
     row.update(us=us, mb=size / 1e6, gb_per_s=size / us / 1e3, limit_us=reading_us(size), k_bytes=share)
-    row["middle_bytes"] = Precision(precision.key_bits[:1], precision.value_bits[:1]).middle_bytes
+    row["middle_bytes"] = Precision(precision.key_bits[:1], precision.value_bits[:1], packed=packed).middle_bytes
 
 
 # dims
@@ -336,8 +337,9 @@ def measure(args: argparse.Namespace) -> Table:
             shape = replace(SHAPE_LIST[0], batch=batch, context=context)
             names: Record = {"batch": batch, "context": context}
             table.add({**names, "method": "dense"}, partial(dense, shape=shape))
-            for share in LAYOUTS:
-                table.add({**names, "method": f"layout {share}"}, partial(layout, shape=shape, share=share))
+            for share, packed_scales in product(LAYOUTS, (False, True)):
+                names["method"] = f"layout {share}{', packed' * packed_scales}"
+                table.add({**names}, partial(layout, shape=shape, share=share, packed=packed_scales))
     elif args.action == "dims":
         table = Table(args.out / "dims.csv", ("head_dim", "batch", "context", "method"))
         for dim, context, batch in product(args.dims, args.contexts, args.rows):

@@ -202,12 +202,13 @@ def main(dim: int) -> None:
         served = paged.Form(8, 4, dim, 8, 8, 64, 24, even, 16, 4, 16, block, block)
         compiles(paged.decode, of_pages, {"F": served, "READ": paged.read_columns, "CODES": None})
     mixed = banded.Codes(((16, 32, 64, 64, 4), (0, 0, 0, 64, 3), (48, 0, 0, 0, 16)), (9000,) * 3, 104000, True)
-    text = compiles(decode.decode, OF_DECODE, {"F": form, "READ": banded.read, "CODES": mixed})
-    assert not (wrong := wrong_units(text, (0, 2, 4))), f"{wrong}; Triton may have made 0 of one"
+    for codec in (mixed, mixed._replace(PACKED=True)):
+        text = compiles(decode.decode, OF_DECODE, {"F": form, "READ": banded.read, "CODES": codec})
+        assert not (wrong := wrong_units(text, (0, 2, 4))), f"{wrong}; Triton may have made 0 of one"
     of_move = {name: kind for name, kind in OF_MOVE.items() if name != "ranks"}
     of_move |= {"k": BYTES, "v": BYTES, "bands": TABLE}
-    for group in (32, 64):
-        compiles(banded.move, of_move, {**page, "G": group})
+    for group, packed in ((32, False), (64, False), (64, True)):
+        compiles(banded.move, of_move, {**page, "G": group, "PACKED": packed})
     served = paged.Form(8, 4, dim, 8, 8, 64, 96, True, 16, 4, 16, 64, 8)
     kernel = made(
         paged.decode, of_pages, {"F": served, "READ": coded.read, "CODES": mixed._replace(BLOCK=64)}, stages=3

@@ -30,8 +30,8 @@ extern "C" void run(int programs, const void *const *pointers, const int *others
 """
 
 
-def source(cell: int) -> str:
-    """The kernel as C++ for a CPU; cell: numbers of a quantisation group."""
+def source(form: codes.Form) -> str:
+    """The kernel as C++ for a CPU."""
     text = CUDA.read_text(encoding="utf-8")
     begin, end = text.index("DEVICE u32 shared_address"), text.index("// What a warp has asked for")
     text = text[:begin] + text[end:]  # PTX, of which the helper has each function
@@ -47,7 +47,7 @@ def source(cell: int) -> str:
         text, found = re.subn(pattern, plain, text, flags=re.DOTALL if "typedef" in pattern else 0)
         assert found, pattern
     assert "asm" not in text
-    return f'#include "{HELPER}"\n{codes.constants(cell)}{text}{ENTRY}'
+    return f'#include "{HELPER}"\n{codes.constants(form.cell, form.packed)}{text}{ENTRY}'
 
 
 @functools.cache
@@ -55,16 +55,18 @@ def library(folder: Path, form: codes.Form) -> ctypes.CDLL:
     """The kernel in a form, compiled into a folder."""
     made = folder / f"{'-'.join(map(str, form))}.so"
     given = ["g++", "-O1", "-std=c++20", "-w", "-shared", "-fPIC", *form.defined()]
-    subprocess.run([*given, "-x", "c++", "-", "-o", str(made)], input=source(form.cell), text=True, check=True)
+    subprocess.run([*given, "-x", "c++", "-", "-o", str(made)], input=source(form), text=True, check=True)
     return ctypes.CDLL(str(made))
 
 
-def launch(folder: Path, programs, rows, of_warp, cell, dependent, table, layer, queries, results, pool=None) -> None:
+def launch(
+    folder: Path, programs, rows, of_warp, cell, dependent, table, layer, queries, results, pool=None, packed=False
+) -> None:
     """What `codes.launch` does, on a CPU."""
     *others, of_pool = codes.arguments(of_warp, table, layer, queries, results, pool)
     tensors = [x for x in others if isinstance(x, ctypes.c_void_p)]
     numbers = [x for x in others if isinstance(x, ctypes.c_int)]
-    kernel = library(folder, codes.form_of(rows, cell, layer, queries, pool))
+    kernel = library(folder, codes.form_of(rows, cell, layer, queries, pool, packed))
     kernel.run(
         programs, (ctypes.c_void_p * len(tensors))(*tensors), (ctypes.c_int * len(numbers))(*numbers),
         ctypes.byref(of_pool),

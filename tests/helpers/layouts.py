@@ -6,13 +6,13 @@ from leank.mask import ChannelMask
 from leank.precision import KEY_BITS, ROOM, VALUE_BITS, Precision
 
 
-def layout(shape, seed, keys=KEY_BITS, values=VALUE_BITS):
+def layout(shape, seed, keys=KEY_BITS, values=VALUE_BITS, packed=False):
     """A layout of these bits at random; the first head is empty."""
     generator = torch.Generator().manual_seed(seed)
     of_keys = torch.tensor(keys, dtype=torch.uint8)[torch.randint(len(keys), shape, generator=generator)]
     of_keys[0, 0] = 0
     of_values = torch.tensor(values, dtype=torch.uint8)[torch.randint(len(values), shape[:2], generator=generator)]
-    return Precision(of_keys, of_values)
+    return Precision(of_keys, of_values, packed=packed)
 
 
 def layout_mask(shape, seed, key_basis=None, **layouts):

@@ -18,9 +18,9 @@ SEEDS = st.integers(0, 10**6)
 
 @pytest.mark.filterwarnings("ignore:mask=.*all heads are empty")
 @settings(deadline=None, max_examples=30)
-@given(SHAPES, SEEDS, st.booleans())
-def test_a_layout_comes_back_from_its_file(tmp_path_factory, shape, seed, with_means):
-    precision, path = layout(shape, seed), tmp_path_factory.mktemp("masks") / "m.safetensors"
+@given(SHAPES, SEEDS, st.booleans(), st.booleans())
+def test_a_layout_comes_back_from_its_file(tmp_path_factory, shape, seed, with_means, packed):
+    precision, path = layout(shape, seed, packed=packed), tmp_path_factory.mktemp("masks") / "m.safetensors"
     means = torch.randn(shape) if with_means else None
     mask = ChannelMask(precision.keep, {"seed": seed}, means, precision)
     mask.save(path)
@@ -29,19 +29,21 @@ def test_a_layout_comes_back_from_its_file(tmp_path_factory, shape, seed, with_m
     assert torch.equal(read.precision.value_bits, precision.value_bits)
     assert torch.equal(read.keep, precision.key_bits > 0)
     assert (read.mean_keys is None) == (means is None)
+    assert read.precision.packed == packed
     assert read.middle_bytes == mask.middle_bytes
     assert read.with_means(None).precision is not None
 
 
 @settings(deadline=None, max_examples=60)
-@given(SHAPES, SEEDS, st.sampled_from([2, 4]))
-def test_bytes_of_a_token_against_the_obvious_loop(shape, seed, itemsize):
-    precision = layout(shape, seed)
+@given(SHAPES, SEEDS, st.sampled_from([2, 4]), st.booleans())
+def test_bytes_of_a_token_against_the_obvious_loop(shape, seed, itemsize, packed):
+    precision = layout(shape, seed, packed=packed)
+    each = 2 if packed else 2 * itemsize  # bytes of a scale and a zero point
     layers, heads, dim = shape
     for layer in range(layers):
         for head in range(heads):
             bits = precision.key_bits[layer, head].tolist()
-            k, scales = 0, 2 * itemsize / GROUP  # the scale and zero point of every GROUP tokens
+            k, scales = 0, each / GROUP  # the scale and zero point of every GROUP tokens
             for widths, of_channel in (
                 ((16,), itemsize), ((8,), 1 + scales), ((4,), 4 / 8 + scales), ((2, 3), 2 / 8 + scales), ((3,), 1 / 8),
             ):  # fmt: skip
@@ -50,7 +52,7 @@ def test_bytes_of_a_token_against_the_obvious_loop(shape, seed, itemsize):
                 int(precision.value_bits[layer, head]),
                 max(g for g in (1, 2, 4, 8, 16, 32, 64) if dim % g == 0),
             )
-            v = dim * itemsize if width == 16 else dim * width / 8 + dim / group * 2 * itemsize
+            v = dim * itemsize if width == 16 else dim * width / 8 + dim / group * each
             found = [float(x[layer, head]) for x in precision.token_bytes(itemsize)]
             assert found == pytest.approx([k, v] if any(bits) else [0, 0])
     assert precision.middle_bytes == pytest.approx(
@@ -69,6 +71,7 @@ def test_a_mask_is_the_case_of_0_and_16_bits():
 def test_four_bits_everywhere_cost_what_the_docs_say():
     bits = torch.full((2, 2, 128), 4, dtype=torch.uint8)
     assert Precision(bits, bits[..., 0]).middle_bytes == 4.5 / 16
+    assert Precision(bits, bits[..., 0], packed=True).middle_bytes == 4.25 / 16
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,20 @@ def test_a_run_finds_bases_of_heads_and_a_stopped_one_keeps_them(model_folder, t
     assert torch.equal(ChannelMask.load(tmp_path / "mask.safetensors").key_basis, mask.key_basis)
 
 
+def test_a_run_packs_scales(finished, model_folder, tmp_path):
+    """Every layout of it, and what they cost is what fits."""
+    config = settings(model_folder, *LAYOUTS, "pruning.scales=packed", "stage1.steps=2", "validation.heldout=1")
+    metrics = run(config, tmp_path)
+    for name in ("mask", "masks/layout_15pct", "masks/closed_form", "masks/equal_2bits"):
+        mask = ChannelMask.load(tmp_path / f"{name}.safetensors")
+        assert mask.precision.packed
+    whole, packed = (ChannelMask.load(out / "mask.safetensors").precision for out in (finished, tmp_path))
+    assert not whole.packed
+    assert packed.middle_bytes <= 0.3
+    assert packed.key_bits.sum() + packed.value_bits.sum() > whole.key_bits.sum() + whole.value_bits.sum()
+    assert metrics["verdict"]["bytes"]["equal_2bits"] == mask.middle_bytes
+
+
 @pytest.mark.parametrize("rank", [0, 3, 40])
 def test_in_the_bases_neither_errors_nor_keys_are_correlated(rank):
     generator = torch.Generator().manual_seed(rank)
@@ -374,3 +388,8 @@ def test_the_closed_form_is_measured_on_the_dense_model(model_folder, tmp_path, 
 def test_what_a_layout_cannot_have_is_refused(model_folder, changed, said):
     with pytest.raises(BadConfig, match=said):
         check(settings(model_folder, *LAYOUTS, changed))
+
+
+def test_packed_scales_are_of_layouts(model_folder):
+    with pytest.raises(BadConfig, match=r"pruning\.scales=packed is of layouts of bits; set pruning\.bytes"):
+        check(settings(model_folder, "pruning.scales=packed"))

@@ -74,12 +74,13 @@ class Form(NamedTuple):
     half: bool = False  # float16, not bfloat16
     block: int = 0  # block, rest_block: as in `Pool`; 0 = there is none
     rest_block: int = 1
+    packed: bool = False  # whether scales are
 
     def defined(self) -> list[str]:
         """Options of the compiler."""
         sizes = {
             "D": self.dim, "GROUP": self.group, "ROWS": self.rows, "WARPS": WARPS, "HALF": int(self.half),
-            "BLOCK": self.block, "REST_BLOCK": self.rest_block,
+            "BLOCK": self.block, "REST_BLOCK": self.rest_block, "PACKED": int(self.packed),
         }  # fmt: skip
         return [f"-D{name}={number}" for name, number in sizes.items()]
 
@@ -172,14 +173,14 @@ def effort(heads: np.ndarray, dim: int) -> np.ndarray:
     return 300 + of_keys + by_width[np.searchsorted(VALUE_BITS, heads[..., -1])] * dim // 128
 
 
-def constants(group: int) -> str:
+def constants(group: int, packed: bool = False) -> str:
     """Declarations for the kernel: the schedule's columns, and what a channel takes of a page, from its format.
 
-    group: numbers of a quantisation group
+    group: numbers of a quantisation group; packed: whether scales are
     """
     names = {name: getattr(schedule, name) for name in ("SINK", "WINDOW", "PROMPT", "TAIL", "FIELDS")}
     names |= {column.name: column.value for column in schedule.Split} | {"PAGE": PAGE, "CELL": group, "ENDS": ENDS}
-    names |= {f"OF_{min(band)}": channel_bytes(min(band), group=group) for band in BANDS}
+    names |= {f"OF_{min(band)}": channel_bytes(min(band), group=group, packed=packed) for band in BANDS}
     names["OF_THIRD"] = channel_bytes(3) - channel_bytes(2)
     return f"enum {{ {', '.join(f'{name} = {n}' for name, n in names.items())} }};\n#line 1\n"
 
@@ -187,7 +188,7 @@ def constants(group: int) -> str:
 def cubin(nvrtc: ctypes.CDLL, capability: tuple[int, int], form: Form) -> bytes:
     """The kernel, compiled. Raises RuntimeError with NVRTC's log."""
     kernel = (files("leank.eval.cache.attention.kernels") / "codes.cu").read_text(encoding="utf-8")
-    source = (constants(form.cell) + kernel).encode()
+    source = (constants(form.cell, form.packed) + kernel).encode()
     options = ["--gpu-architecture=sm_{}{}".format(*capability), "-std=c++17", *form.defined()]
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
 
@@ -259,21 +260,21 @@ def arguments(
     return [*(ctypes.c_void_p(x.data_ptr()) for x in tensors), *map(ctypes.c_int, numbers), given]
 
 
-def form_of(rows: int, cell: int, layer: Layer, queries: Queries, pool: Pool | None) -> Form:
+def form_of(rows: int, cell: int, layer: Layer, queries: Queries, pool: Pool | None, packed: bool = False) -> Form:
     """What the kernel is compiled for to read a layer; the arguments are those of `launch`."""
     _, heads, dim = layer.index.shape
     blocks = (0, 1) if pool is None else (pool.block, pool.rest_block)
-    return Form(dim, queries.q.shape[1] // heads, rows, cell, queries.q.dtype == torch.float16, *blocks)
+    return Form(dim, queries.q.shape[1] // heads, rows, cell, queries.q.dtype == torch.float16, *blocks, packed)
 
 
 def launch(
     programs: int, rows: int, of_warp: tuple[int, int], cell: int, dependent: bool, table: Tensor, layer: Layer,
-    queries: Queries, results: Results, pool: Pool | None = None,
+    queries: Queries, results: Results, pool: Pool | None = None, packed: bool = False,
 ) -> None:  # fmt: skip
     """Run the kernel over a schedule.
 
     rows: query rows of a KV head for which there is room; of_warp: of `warp_bytes`
-    cell: numbers of a quantisation group
+    cell: numbers of a quantisation group; packed: whether their scales are
     dependent: whether to use programmatic dependent launch
     pool: of a server; then `seen`, `start`, `tail` and `position` are not read
     """
@@ -286,6 +287,6 @@ def launch(
         ctypes.pointer(DEPENDENT),
         int(dependent),
     )
-    kernel = compiled(form_of(rows, cell, layer, queries, pool), device)
+    kernel = compiled(form_of(rows, cell, layer, queries, pool, packed), device)
     with torch.cuda.device(device):
         cuda._check_cuda(driver().cuLaunchKernelEx(ctypes.byref(config), kernel.func, addresses, None))

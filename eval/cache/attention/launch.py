@@ -186,8 +186,10 @@ class Kernel(OnGPU[LaunchPlan]):
         results = Results(out, partials, stats, done)
         if reader and (of_warp := self._warp_bytes(reader)) and group * queries <= codes.ROWS:
             dependent = has_dependent_launch(q.device)
-            cell = reader.codes.GROUP
-            codes.launch(plan.programs, rows, of_warp, cell, dependent, plan.table, layer_of(store), taken, results)
+            codes.launch(
+                plan.programs, rows, of_warp, reader.codes.GROUP, dependent, plan.table, layer_of(store), taken,
+                results, None, reader.codes.PACKED,
+            )  # fmt: skip
             return out
         form = decode.Form(
             H=heads,

@@ -77,7 +77,7 @@ def pages_reader(store: Store) -> Reader:
     dim, heads = base.shape[-1], codec.heads_of(store.channels.count)
     found = variants.variants(codec.model_heads(dim), dim)
     numbers = variants.numbers(found, heads)
-    pages = tuple(variants.page_bytes(one, dim, base.itemsize, codec.group) for one in found)
+    pages = tuple(variants.page_bytes(one, dim, base.itemsize, codec.group, codec.packed) for one in found)
     warp_bytes = codes.warp_bytes(*tail.page_bytes()) if codes.can_read(base.device, base.dtype, dim) else None
     per_sm = codes.per_sm(warp_bytes, dim, base.device) if warp_bytes else 0
     warp_bytes = warp_bytes if per_sm else None
@@ -100,7 +100,7 @@ def pages_reader(store: Store) -> Reader:
 
     return Reader(
         read=banded.read,
-        codes=banded.Codes(found, pages, AHEAD, base.is_cuda, codec.group),
+        codes=banded.Codes(found, pages, AHEAD, base.is_cuda, codec.group, codec.packed),
         cost=cost,
         config=config,
         columns={**dict(zip(schedule.BITS, np.moveaxis(heads, -1, 0), strict=True)), Part.VARIANT: numbers},
@@ -123,6 +123,7 @@ def move(store: Store, done: Tensor) -> None:
         D=dim,
         PAGE=PAGE,
         G=codec.group,
+        PACKED=codec.packed,
     )
 
 

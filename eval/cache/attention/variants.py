@@ -60,10 +60,11 @@ def effort(variant: Variant, head_dim: int) -> int:
     return 350 + of_keys + {16: 150, 8: 400, 4: 420, 3: 570, 2: 420}[values] * head_dim // 128
 
 
-def page_bytes(variant: Variant, head_dim: int, itemsize: int, group: int = GROUP) -> int:
+def page_bytes(variant: Variant, head_dim: int, itemsize: int, group: int = GROUP, packed: bool = False) -> int:
     """Bytes of a page of K and V for which a variant has room."""
     *bands, values = variant
-    return key_bytes([*bands, bands[-1]], itemsize, group) + value_bytes(values, head_dim, itemsize, group)
+    of_keys = key_bytes([*bands, bands[-1]], itemsize, group, packed)
+    return of_keys + value_bytes(values, head_dim, itemsize, group, packed)
 
 
 def needed(head: Sequence[int]) -> Variant:

@@ -21,11 +21,16 @@ class Banded(BandCodec):
     key_bits: tuple[tuple[int, ...], ...]  # of every channel of K, [H][D]
     value_bits: tuple[int, ...]  # of V, [H]
     every_head: tuple[Head, ...]  # of all layers, without empty ones: kernels are compiled for a model
+    packed: bool = False  # whether scales are
     group = GROUP
 
     def widths(self) -> dict[str, Tensor]:
         """Both fields, uint8, by name."""
         return {name: torch.tensor(getattr(self, name), dtype=torch.uint8) for name in ("key_bits", "value_bits")}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the codec is made of, by name: its widths, and "packed" where scales are."""
+        return self.widths() | ({"packed": torch.tensor(True)} if self.packed else {})
 
     @property
     def order(self) -> Tensor:
@@ -54,15 +59,16 @@ class Banded(BandCodec):
     def _bands(self) -> list[list[tuple[PageCodec, int]]]:
         found = []
         for *of_bands, third in self.counts.tolist():
-            bands = zip(
-                (WHOLE_BAND, Packing(8, GROUP), Packing(4, GROUP), Narrow(of_bands[-1], third)), of_bands, strict=True
-            )
+            even = (Packing(bits, GROUP, packed=self.packed) for bits in (8, 4))
+            narrow = Narrow(of_bands[-1], third, GROUP, self.packed)
+            bands = zip((WHOLE_BAND, *even, narrow), of_bands, strict=True)
             found.append([(codec, n) for codec, n in bands if n] or [(WHOLE_BAND, 0)])
         return found
 
     @cached_property
     def _values(self) -> list[PageCodec]:
-        return [_packing(bits, value_group(len(self.key_bits[0]))) for bits in self.value_bits]
+        group = value_group(len(self.key_bits[0]))
+        return [WHOLE_BAND if bits == WHOLE else Packing(bits, group, packed=self.packed) for bits in self.value_bits]
 
     def bands(self, head: int, channels: int) -> Sequence[tuple[PageCodec, int]]:
         return self._bands[head]
@@ -71,8 +77,8 @@ class Banded(BandCodec):
         return self._values[head]
 
     def page_bytes(self, head_dim: int, count: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-        k = key_bytes([*self.counts.T], dtype.itemsize)
-        v = value_bytes(np.array(self.value_bits), head_dim, dtype.itemsize)
+        k = key_bytes([*self.counts.T], dtype.itemsize, packed=self.packed)
+        v = value_bytes(np.array(self.value_bits), head_dim, dtype.itemsize, packed=self.packed)
         return np.broadcast_to(k, count.shape), np.broadcast_to(v, count.shape)
 
     def segment(self, extent: Extent) -> PageSegment:
@@ -91,14 +97,10 @@ def check_flush(flush: int) -> None:
         )
 
 
-def _packing(bits: int, group: int) -> PageCodec:
-    return WHOLE_BAND if bits == WHOLE else Packing(bits, group)
-
-
 def codecs(precision: Precision) -> list[Banded]:
     """The codec of every layer."""
     layers = [
-        Banded(tuple(map(tuple, of_keys)), tuple(of_values), ())
+        Banded(tuple(map(tuple, of_keys)), tuple(of_values), (), precision.packed)
         for of_keys, of_values in zip(precision.key_bits.tolist(), precision.value_bits.tolist(), strict=True)
     ]
     heads = tuple(head for layer in layers for head in layer.heads if any(head[: len(BANDS)]))

@@ -114,9 +114,11 @@ class PageCodec(BandCodec):
     codes in whole bytes and one number. A subclass whose pages lie otherwise says so in `pages`, `pack` and `unpack`.
 
     bits: of a code, one of PLANES
+    numbers_dtype: of the numbers; None = the model's
     """
 
     bits: int
+    numbers_dtype: torch.dtype | None = None
 
     @abstractmethod
     def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
@@ -205,6 +207,7 @@ class Plane(NamedTuple):
     keys: whether it is of K, else of V
     channels: which of the kept channels
     codes, numbers: views of the pages, [rows, pages, ...]
+    dtype: the model's
     """
 
     codec: PageCodec
@@ -212,11 +215,12 @@ class Plane(NamedTuple):
     channels: slice
     codes: Tensor
     numbers: Tensor
+    dtype: torch.dtype
 
     def decoded(self) -> Tensor:
         """The vectors [rows, pages, 64, channels]."""
         found = self.codec.unpack(self.codes, self.numbers, self.channels.stop - self.channels.start, self.keys)
-        return self.codec.decode(*found, self.keys)
+        return self.codec.decode(*found, self.keys).to(self.dtype)
 
 
 class PageSegment(Segment):
@@ -260,7 +264,7 @@ class PageSegment(Segment):
         n, short = k.shape[1], -k.shape[1] % self.codec.group
         first, last = at // PAGE, -(-(at + n) // PAGE)
         k = kept_of(k, self.channels, row, head)
-        for codec, keys, channels, codes, numbers in self._planes(row, number, head):
+        for codec, keys, channels, codes, numbers, _ in self._planes(row, number, head):
             x = (k if keys else v)[..., channels]
             self._count_saturated(row, codec.saturated(x))
             # A short group repeats its last token, and so the kernel reads numbers where it reads pairs of tokens.
@@ -299,9 +303,9 @@ class PageSegment(Segment):
         bands = self.codec.bands(head, count) if keys else [(self.codec.of_values(head), self.head_dim)]
         for codec, channels in bands:
             codes, numbers = codec.pages(self.head_dim, channels, self.dtype)[0 if keys else 1]
-            of_numbers = pages[..., at + codes : at + codes + numbers].view(self.dtype)
+            of_numbers = pages[..., at + codes : at + codes + numbers].view(codec.numbers_dtype or self.dtype)
             part = slice(channel, channel + channels)
-            found.append(Plane(codec, keys, part, pages[..., at : at + codes], of_numbers))
+            found.append(Plane(codec, keys, part, pages[..., at : at + codes], of_numbers, self.dtype))
             at, channel = at + codes + numbers, channel + channels
         return found
 

@@ -6,7 +6,8 @@ tokens are quantised once, when they leave it, `flush` at a time.
 
 A page is 64 tokens of one head. A page of K is up to four bands, the widest first: of 16, 8 and 4 bits, and the
 *narrow* one of 3 and 2. KIVI has one band (`Packing`), a layout of bits those that its channels need (`banded`). A band
-is a plane of codes, or two, then one of *scales*: every group's scale and zero point, in the model's dtype.
+is a plane of codes, or two, then one of *scales*: every group's scale and zero point, in the model's dtype, or packed
+into a word of 16 bits.
 
                codes, bytes                                     scales
     K, 16 bits [64, C] numbers, no codes
@@ -29,7 +30,7 @@ are in an order of their own (`tokens_in_lines`), in which those that are multip
 A byte holds codes of numbers that lie far apart, the first in the lowest bits. So the codes of a byte belong to
 different products of the kernel, and one load of bytes is an operand of each. Neighbours in memory are numbers over
 which a product sums, and a GPU computes with two of them at a time: so of two groups, both scales come first, then both
-zero points.
+zero points. Packed scales lie in the same order, a word for each group.
 
     K of a head with 20 channels at 16 bits, 32 at 4, 16 at 3 and 16 at 2, in bfloat16, in groups of 64:
     | 64 x 32 numbers | codes of 32 | scales of 32 | lower bits of 32 | third of 16 | scales of 32 |
@@ -37,7 +38,7 @@ zero points.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,13 +48,16 @@ from torch.nn.functional import pad
 
 from leank.eval.cache.storage.codecs import PLANES, Folds, PageCodec, PageSegment, fold, unfold
 from leank.eval.cache.storage.segment import PAGE, Count, Extent, round_up
-from leank.precision import COUNTED, GROUP, ROOM, WHOLE, key_bytes, value_bytes
+from leank.precision import COUNTED, GROUP, ROOM, WHOLE, key_bytes, scale_bytes, value_bytes
 
 # By bits, how codes join in the bytes of a page of K, [64, C] or [64, C in the order of bits], and of V, [D, 64].
 K_FOLDS: dict[int, Folds] = {8: (), 4: ((-2, 4),), 2: ((-1, 2), (-2, 4)), 1: ((-1, 2), (-1, 1), (-2, 4))}
 V_FOLDS: dict[int, Folds] = {8: (), 4: ((-2, 4),), 2: ((-2, 4), (-2, 2)), 1: ((-2, 2), (-2, 1), (-1, 4))}
 
 
+# Of a packed scale and zero point, a word: the sign, the largest magnitude of the zero point, and what is no number.
+SIGN, MOST_ZERO, NAN = -(2**15), 63, 0x7E00
+LEAST_SCALE, MOST_SCALE = 2.0**-14, 63488.0
 # channels of K in each of `COUNTED`: in 16, 8 and 4 bits, narrow ones, those of them with 3 bits; then the bits of V
 Head = tuple[int, ...]
 
@@ -75,6 +79,50 @@ def grid(x: Tensor, group: int, top: int | Tensor) -> Tensor:
     low, high = torch.aminmax(x.unflatten(-2, (-1, group)), dim=-2, keepdim=True)
     scale = (high.to(_wide(x)) - low.to(_wide(x))) / _top_of(x, top)
     return torch.stack([scale.to(x.dtype).squeeze(-2), low.squeeze(-2)], -1)
+
+
+def quantise_packed(x: Tensor, group: int, top: int | Tensor) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [..., A, N] and words int16 [..., A / group, N, 1] of x [..., A, N]; see `quantise`.
+
+    A word is a float16 number. Its sign and its lower six bits, a magnitude, are an integer z from -63 to 63; the rest
+    is the scale s, which has four bits of fraction and is at least 2^-14. The zero point is z u s, u = `zero_unit`:
+
+        s = max((max - min) / (top + slack), -min / 63 u, max / (63 u + top)), rounded up
+        z = round(min / u s), or rounded down where u > 1
+        code = round((x - z u s) / s)
+
+    Where u < 1, slack is u / 2, and the least and the largest number lie at most u s beyond the levels, no more than
+    the s / 2 by which others miss theirs. Else it is -u, and none lies beyond. The word of a group whose numbers are
+    not finite is NaN.
+    """
+    cells = x.to(_wide(x)).unflatten(-2, (-1, group))
+    low, high = torch.aminmax(cells, dim=-2, keepdim=True)
+    most = _top_of(x, top)
+    unit = zero_unit(most)
+    fine, reach = unit < 1, MOST_ZERO * unit
+    need = (high - low) / (most + torch.where(fine, unit / 2, -unit))
+    need = need.maximum(-low / reach).maximum(high / (reach + most))
+    fraction, exponent = torch.frexp(need.nan_to_num(MOST_SCALE).clamp(LEAST_SCALE, MOST_SCALE))
+    scale = torch.ldexp((fraction * 32).ceil(), exponent - 5)  # fraction is in [1/2, 1)
+    zero = low / (unit * scale)
+    zero = torch.where(fine, zero.round(), zero.floor()).nan_to_num(0).clamp(-MOST_ZERO, MOST_ZERO)
+    codes = torch.clamp(((cells - zero * unit * scale) / scale).round(), torch.zeros_like(most), most)
+    words = scale.to(torch.float16).view(torch.int16) | zero.abs().to(torch.int16)
+    words = torch.where(zero < 0, words | SIGN, words).masked_fill(~torch.isfinite(high - low), NAN)
+    return codes.to(torch.uint8).flatten(-3, -2), words.squeeze(-2)[..., None]
+
+
+def restore_packed(codes: Tensor, words: Tensor, group: int, top: int | Tensor) -> Tensor:
+    """The numbers code * s + z u s, float32 and exact, of codes and words from `quantise_packed`."""
+    words = words.mT  # [..., A / group, 1, N]
+    scale = (words & ~(SIGN | MOST_ZERO)).view(torch.float16).float()
+    zero = torch.where(words < 0, -1, 1) * (words & MOST_ZERO)
+    return ((codes.unflatten(-2, (-1, group)) + zero * zero_unit(_top_of(scale, top))) * scale).flatten(-3, -2)
+
+
+def zero_unit(top: Tensor) -> Tensor:
+    """By what share of a packed scale zero points lie apart, for codes up to top: 1/4, 1/2 at 4 bits, 8 at 8 bits."""
+    return ((top + 1) / 32).clamp(min=0.25)
 
 
 def coded(x: Tensor, scales: Tensor, group: int, top: int | Tensor) -> Tensor:
@@ -154,15 +202,25 @@ class Narrow(PageCodec):
     channels: int
     third: int
     group: int = GROUP  # tokens that share a scale
+    packed: bool = False  # whether scales are
 
-    def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
-        """Codes [R, n, d] and scales [R, n / group, d, 2]; see `quantise`."""
+    @property
+    def numbers_dtype(self) -> torch.dtype | None:  # type: ignore[override]
+        return torch.int16 if self.packed else None
+
+    def _top(self, device: torch.device) -> Tensor:
         top = torch.full((self.channels,), 3)
         top[: self.third] = 7
-        return quantise(x, self.group, top.to(x.device))
+        return top.to(device)
+
+    def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
+        """Codes [R, n, d] and scales [R, n / group, d, 2], packed ones [R, n / group, d, 1]; see `quantise`."""
+        return (quantise_packed if self.packed else quantise)(x, self.group, self._top(x.device))
 
     def decode(self, codes: Tensor, numbers: Tensor, keys: bool) -> Tensor:
         """The vectors [..., n, d] of codes and scales from `encode`."""
+        if self.packed:
+            return restore_packed(codes, numbers, self.group, self._top(codes.device))
         return restore(codes, numbers, self.group)
 
     @property
@@ -171,7 +229,7 @@ class Narrow(PageCodec):
 
     def pages(self, head_dim: int, channels: Count, dtype: torch.dtype) -> tuple[tuple[Count, Any], tuple[int, int]]:
         """For K: bytes of a page's planes, and of its scales; there is no V of this form."""
-        scales = PAGE // self.group * 2 * dtype.itemsize
+        scales = PAGE // self.group * scale_bytes(dtype.itemsize, self.packed)
         return (channels * 0 + sum(self._sizes), round_up(self.channels, ROOM) * scales), (0, 0)
 
     def pack(self, codes: Tensor, numbers: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
@@ -189,7 +247,7 @@ class Narrow(PageCodec):
             for plane, bits in zip(codes.split(self._sizes, -1), (2, 1), strict=True)
         )
         lower[..., : third.shape[-1]] |= third << 2
-        scales = numbers.unflatten(-1, (PAGE // self.group, -1, 2, 2)).mT.flatten(-3, -2)
+        scales = numbers.unflatten(-1, (PAGE // self.group, -1, 1 if self.packed else 2, 2)).mT.flatten(-3, -2)
         return tokens_from_lines(lower)[..., :dim], _from_lines(scales.mT).mT[..., :dim, :]
 
 
@@ -209,12 +267,17 @@ class Packing(PageCodec):
 
     bits: int = 2  # of a number, one of PLANES
     group: int = 32  # numbers in a group, a divisor of 64 that fills whole bytes
+    packed: bool = field(default=False, kw_only=True)  # whether scales are, as in the bands of a layout
 
     def __post_init__(self) -> None:
         if self.bits not in PLANES:
             raise ValueError(f"bits={self.bits} must be one of {', '.join(map(str, sorted(PLANES)))}")
         if self.group < 1 or PAGE % self.group or self.group * self.bits % 8:
             raise ValueError(f"group={self.group} must divide {PAGE} and be at least {8 // self.bits}; KIVI uses 32")
+
+    @property
+    def numbers_dtype(self) -> torch.dtype | None:  # type: ignore[override]
+        return torch.int16 if self.packed else None
 
     def check(self, head_dim: int) -> None:
         """Raise ValueError unless whole groups fill a token's channels."""
@@ -231,10 +294,12 @@ class Packing(PageCodec):
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`quantise` in this codec's bits and groups."""
-        return quantise(x, self.group, 2**self.bits - 1)
+        return (quantise_packed if self.packed else quantise)(x, self.group, 2**self.bits - 1)
 
     def restore(self, codes: Tensor, scales: Tensor) -> Tensor:
         """`restore` of this codec's groups."""
+        if self.packed:
+            return restore_packed(codes, scales, self.group, 2**self.bits - 1)
         return restore(codes, scales, self.group)
 
     def bands(self, head: int, channels: int) -> Sequence[tuple[PageCodec, int]]:
@@ -247,8 +312,8 @@ class Packing(PageCodec):
 
     def page_bytes(self, head_dim: int, count: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
         *of_keys, values = np.moveaxis(self.heads_of(count), -1, 0)
-        k = key_bytes(of_keys, dtype.itemsize, self.group)
-        return k, value_bytes(values, head_dim, dtype.itemsize, self.group)
+        k = key_bytes(of_keys, dtype.itemsize, self.group, self.packed)
+        return k, value_bytes(values, head_dim, dtype.itemsize, self.group, self.packed)
 
     def model_heads(self, head_dim: int) -> tuple[Head, ...]:
         """Heads of every size for which kernels are compiled."""
@@ -256,7 +321,7 @@ class Packing(PageCodec):
         return tuple(map(tuple, self.heads_of(sizes[sizes & sizes - 1 == 0]).tolist()))
 
     def encode(self, x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
-        """Codes [R, n, d], and scales [R, n / group, channels, 2] of K, [R, n, D / group, 2] of V."""
+        """Codes [R, n, d], and scales [R, n / group, channels, 2] of K, [R, n, D / group, 2] of V; packed: 1, not 2."""
         if keys:
             return self.quantise(x)
         codes, scales = self.quantise(x.mT)
@@ -266,7 +331,7 @@ class Packing(PageCodec):
         return self.restore(codes, numbers) if keys else self.restore(codes.mT, numbers.transpose(-3, -2)).mT
 
     def pages(self, head_dim: int, channels: Count, dtype: torch.dtype) -> tuple[tuple[Count, Count], tuple[int, int]]:
-        scales = PAGE // self.group * 2 * dtype.itemsize
+        scales = PAGE // self.group * scale_bytes(dtype.itemsize, self.packed)
         of_codes = PAGE * self.bits // 8
         room = self.room(channels)
         return (room * of_codes, room * scales), (head_dim * of_codes, head_dim * scales)
@@ -286,13 +351,14 @@ class Packing(PageCodec):
         return torch.cat(planes, -1), numbers.unflatten(-2, (-1, 2)).mT.flatten(-4)
 
     def unpack(self, codes: Tensor, numbers: Tensor, dim: int, keys: bool) -> tuple[Tensor, Tensor]:
+        each = 1 if self.packed else 2  # numbers of a group
         if keys:
             lines = codes.unflatten(-1, (PAGE * self.bits // 8, -1))
-            scales = numbers.unflatten(-1, (PAGE // self.group, -1, 2, 2)).mT.flatten(-3, -2)
+            scales = numbers.unflatten(-1, (PAGE // self.group, -1, each, 2)).mT.flatten(-3, -2)
             return tokens_from_lines(unfold(lines, K_FOLDS[self.bits]))[..., :dim], scales[..., :dim, :]
         parts, found, lower = PLANES[self.bits], [], 0
         for bits, plane in zip(parts, codes.split([codes.shape[-1] // self.bits * b for b in parts], -1), strict=True):
             found.append(unfold(plane.unflatten(-1, (dim * max(bits, 2) // 8, -1)), V_FOLDS[bits]) << lower)
             lower += bits
-        scales = numbers.unflatten(-1, (dim // self.group, PAGE // 2, 2, 2)).mT.flatten(-3, -2)
+        scales = numbers.unflatten(-1, (dim // self.group, PAGE // 2, each, 2)).mT.flatten(-3, -2)
         return sum(found[1:], start=found[0]).mT, scales.transpose(-3, -2)

@@ -56,6 +56,7 @@ class LeanK(Channels):
         found |= {} if means is None else {"means": _digest(means)}
         if precision is not None:
             found |= {"layout": _digest(precision.key_bits, precision.value_bits)}
+            found |= {"scales": "packed"} if precision.packed else {}
             found["bits"] = round(16 * precision.middle_bytes, 3)  # of a number of a dense middle, scales counted
         if self.loaded.key_basis is not None:
             found |= {"basis": _digest(self.loaded.key_basis)}

@@ -15,7 +15,13 @@ from leank.eval.cache import CompressedCache, Sizes, bytes_per_row
 from leank.eval.cache.hook import ATTENTION
 from leank.eval.cache.storage.banded import codecs
 from leank.eval.cache.storage.channels import KeptChannels
-from leank.eval.cache.storage.quantised import Packing, tokens_from_lines, tokens_in_lines
+from leank.eval.cache.storage.quantised import (
+    Packing,
+    quantise_packed,
+    restore_packed,
+    tokens_from_lines,
+    tokens_in_lines,
+)
 from leank.eval.cache.storage.segment import Extent
 from leank.eval.methods.base import Method
 from leank.eval.methods.bits.kivi import KIVI
@@ -29,7 +35,7 @@ from tests import ROOT
 from tests.helpers.cache_oracle import DIM, HEADS, LAYERS, SEEDS, OracleLayer, compare, left_padded, run, tiny_model
 from tests.helpers.layouts import layout, layout_mask
 from tests.helpers.segments import LAST, check_segment
-from tests.oracles.bits import in_bits
+from tests.oracles.bits import fake_packed, in_bits
 
 SHAPE, SIZES = (LAYERS, HEADS, DIM), (2, 70, 64)
 FULL = torch.full(SHAPE, 16, dtype=torch.uint8)
@@ -45,16 +51,16 @@ def test_lines_of_keys_are_in_the_order_of_products():
 
 
 @settings(max_examples=15, derandomize=True)
-@given(st.sampled_from([16, 64, 96]), st.lists(st.integers(0, 3), max_size=3), LAST, SEEDS)
-def test_a_segment_holds_every_band_in_its_bits(dim, appends, last, seed):
-    precision = layout((1, 3, dim), seed)
+@given(st.sampled_from([16, 64, 96]), st.lists(st.integers(0, 3), max_size=3), LAST, SEEDS, st.booleans())
+def test_a_segment_holds_every_band_in_its_bits(dim, appends, last, seed, packed):
+    precision = layout((1, 3, dim), seed, packed=packed)
     (codec,), key_bits, value_bits = codecs(precision), precision.key_bits[0], precision.value_bits[0]
     channels = KeptChannels.of(key_bits > 0, torch.empty(2, 3, 0, dim), codec.order)
 
     def of_head(head, k, v):
         widths = key_bits[head][channels.index[0, head, : k.shape[1]].long()]
         assert widths.tolist() == sorted(widths.tolist(), reverse=True)
-        return in_bits(k, v, widths, value_bits[head])
+        return in_bits(k, v, widths, value_bits[head], packed)
 
     segment, tokens = check_segment(codec, channels, dim, appends, last, seed, of_head)
     kept, (token_k, token_v) = (key_bits > 0).any(-1), (x[0] for x in precision.token_bytes(8))
@@ -63,10 +69,32 @@ def test_a_segment_holds_every_band_in_its_bits(dim, appends, last, seed):
     assert segment.held() == pytest.approx(tuple(held), abs=1)
 
 
+@settings(max_examples=60, derandomize=True)
+@given(st.sampled_from([2, 3, 4, 8]), st.floats(-3, 4), st.floats(-3, 4), SEEDS)
+def test_packed_levels_reach_every_number(bits, place, spread, seed):
+    """Numbers far from 0, close together, or all the same; each misses its level by half a scale at most."""
+    generator, top = torch.Generator().manual_seed(seed), 2**bits - 1
+    x = torch.randn(2, 2 * GROUP, 5, generator=generator, dtype=torch.float64) * 10**spread
+    x += 10**place * torch.tensor([0, 1, -1, 1, -1])
+    x[..., 3:] = x[:, :1, 3:]
+    codes, words = quantise_packed(x, GROUP, top)
+    found = restore_packed(codes, words, GROUP, top)
+    assert torch.equal(found, fake_packed(x.mT.unflatten(-1, (-1, GROUP)), bits).flatten(-2).mT.float())
+    scale = (words & 0x7FC0).view(torch.float16).double().squeeze(-1).repeat_interleave(GROUP, 1)
+    assert ((found - x).abs() <= scale * 0.5001).all()
+
+
+def test_a_group_that_is_not_finite_is_packed_as_no_number():
+    x = torch.randn(1, GROUP, 4)
+    x[0, 3, 1], x[0, 5, 2] = torch.nan, torch.inf
+    found = restore_packed(*quantise_packed(x, GROUP, 3), GROUP, 3)
+    assert found.isnan().all(1).tolist() == [[False, True, True, False]]
+
+
 def oracle(precision, sizes, absolute=False):
     def layer(*bits):
         def rounded(head, k, v):
-            return in_bits(k, v, *(one[head] for one in bits))
+            return in_bits(k, v, *(one[head] for one in bits), precision.packed)
 
         return OracleLayer(bits[0] > 0, *sizes, rounded=rounded, absolute=absolute)
 
@@ -79,9 +107,10 @@ def oracle(precision, sizes, absolute=False):
     st.lists(st.integers(1, 200), min_size=1, max_size=2),
     st.tuples(st.integers(0, 5), st.integers(1, 12)),
     SEEDS,
+    st.booleans(),
 )
-def test_generate_is_that_of_a_dense_cache_with_a_rounded_middle(family, lengths, ends, seed):
-    model, mask = tiny_model(family), layout_mask(SHAPE, seed)
+def test_generate_is_that_of_a_dense_cache_with_a_rounded_middle(family, lengths, ends, seed, packed):
+    model, mask = tiny_model(family), layout_mask(SHAPE, seed, packed=packed)
     sizes, (ids, real) = (*ends, GROUP), left_padded(lengths, seed)
     want = run(model, oracle(mask.precision, sizes), ids, real, 70, "oracle")
     compare(run(model, compressed_cache(model, mask, *ends), ids, real, 70, ATTENTION), want)
@@ -131,9 +160,11 @@ def test_sixteen_bits_everywhere_are_the_mask_alone():
     assert torch.equal(results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize(("sizes", "grid"), [(SIZES, "prompt"), ((64, 70, 64), "absolute")])
-def test_a_cache_is_saved_copied_and_reordered(tmp_path, sizes, grid):
-    model, mask = tiny_model("llama", torch.float32), layout_mask(SHAPE, 8)
+@pytest.mark.parametrize(
+    ("sizes", "grid", "packed"), [(SIZES, "prompt", False), (SIZES, "prompt", True), ((64, 70, 64), "absolute", False)]
+)
+def test_a_cache_is_saved_copied_and_reordered(tmp_path, sizes, grid, packed):
+    model, mask = tiny_model("llama", torch.float32), layout_mask(SHAPE, 8, packed=packed)
     ids, _ = left_padded([160, 160], 8)
     cache = compressed_cache(model, mask, *sizes, grid=grid)
     with torch.no_grad():
@@ -147,13 +178,15 @@ def test_a_cache_is_saved_copied_and_reordered(tmp_path, sizes, grid):
         assert torch.equal(model(ids.flip(0)[:, 150:], past_key_values=swapped).logits, want.flip(0))
     others = mask.precision.key_bits.clone()
     others[others == 4] = 8
+    bits = mask.precision.key_bits, mask.precision.value_bits
     for other, words in (
-        (ChannelMask(mask.keep), "other bits of K"),
-        (ChannelMask(mask.keep, precision=Precision(others, mask.precision.value_bits)), "other bits of K"),
-        (ChannelMask(mask.keep, precision=Precision(mask.precision.key_bits, FULL[..., 0])), "other bits of V"),
+        (None, "other scales" if packed else "other bits of K"),
+        (Precision(*bits, packed=not packed), "other scales"),
+        (Precision(others, bits[1], packed=packed), "other bits of K"),
+        (Precision(bits[0], FULL[..., 0], packed=packed), "other bits of V"),
     ):
         with pytest.raises(ValueError, match=words):
-            CompressedCache.load(tmp_path / "c", model, other)
+            CompressedCache.load(tmp_path / "c", model, ChannelMask(mask.keep, precision=other))
 
 
 def test_bytes_of_a_layout_at_32k_are_those_of_the_page_that_explains_them():
@@ -163,10 +196,10 @@ def test_bytes_of_a_layout_at_32k_are_those_of_the_page_that_explains_them():
     assert f"{bytes_per_row(mask, 32768, sizes=Sizes(128, 1024, 64)) / 1e6:,.1f} MB, 31%" in page
 
 
-@pytest.mark.parametrize("tokens", [None, SnapKV(budget=150, queries=8)])
-def test_as_a_method_and_its_bytes(tokens):
+@pytest.mark.parametrize(("tokens", "packed"), [(None, False), (None, True), (SnapKV(budget=150, queries=8), False)])
+def test_as_a_method_and_its_bytes(tokens, packed):
     """Built from a shared dense pass; what it holds is its formula, and what a planner counts on."""
-    model, mask = tiny_model("llama", torch.float32), layout_mask(SHAPE, 9)
+    model, mask = tiny_model("llama", torch.float32), layout_mask(SHAPE, 9, packed=packed)
     one = Method("bits", LeanK(mask), tokens, sink=2, window=70, flush=64)
     ids, _ = left_padded([400, 400], 9)
     cache = one.cache(model, one.run_prefill(model, ids, None, 8))
@@ -209,4 +242,5 @@ def test_a_method_tells_layouts_of_the_same_channels_apart():
     masks = [ChannelMask(keep), *(
         ChannelMask(keep, precision=Precision(keep.to(torch.uint8) * bits, FULL[..., 0])) for bits in (2, 4)
     )]  # fmt: skip
-    assert len({str(LeanK(mask).identity()) for mask in masks}) == 3
+    masks += [ChannelMask(keep, precision=Precision(keep.to(torch.uint8) * 2, FULL[..., 0], packed=True))]
+    assert len({str(LeanK(mask).identity()) for mask in masks}) == 4

@@ -38,19 +38,21 @@ interpreted = pytest.mark.skipif(ON_GPU, reason="the same on the device below")
 EACH = [((bits,), (4,)) for bits in KEY_BITS[1:]] + [((4,), (bits,)) for bits in VALUE_BITS if bits != 4]
 ALL = (KEY_BITS, VALUE_BITS)
 SOME = ((0, 2, 4), (2, 4))
+PACKED = [(((2, 3), (2,)), True), (((4,), (3,)), True), (((8,), (8,)), True)]  # scales
 OF_COUNTS = ((16, 16), (8, 8), (4, 4), (2, 3), (3, 3))  # bits of the channels that `Banded.counts` counts
 
 
-def codec_of(bits, dim, heads=3, seed=0):
+def codec_of(bits, dim, heads=3, seed=0, packed=False):
     """The codec of a layer whose first head is empty."""
-    (codec,) = codecs(layout((1, heads, dim), seed, *bits))
+    (codec,) = codecs(layout((1, heads, dim), seed, *bits, packed))
     return codec
 
 
 @interpreted
-@pytest.mark.parametrize("bits", EACH, ids=str)
-def test_every_width_is_read(bits):
-    check_decoding([0, 0], 64, 2, [301, 170], Sizes(10, 64, 64), DTYPE, 1, 1, Config(), 5, bits=codec_of(bits, 64, 2))
+@pytest.mark.parametrize(("bits", "packed"), [*((bits, False) for bits in EACH), *PACKED], ids=str)
+def test_every_width_is_read(bits, packed):
+    codec = codec_of(bits, 64, 2, packed=packed)
+    check_decoding([0, 0], 64, 2, [301, 170], Sizes(10, 64, 64), DTYPE, 1, 1, Config(), 5, bits=codec)
 
 
 @interpreted
@@ -79,10 +81,14 @@ def test_interpreted_on_random_shapes(bits, group, lengths, ends, queries, progr
 
 
 @interpreted
-@pytest.mark.parametrize(("bits", "dim"), [*((bits, 64) for bits in EACH), (ALL, 64), (ALL, 128)], ids=str)
-def test_tokens_are_packed_as_in_plain_pytorch(bits, dim):
+@pytest.mark.parametrize(
+    ("bits", "dim", "packed"),
+    [*((bits, 64, False) for bits in EACH), *((ALL, dim, packed) for dim in (64, 128) for packed in (False, True))],
+    ids=str,
+)
+def test_tokens_are_packed_as_in_plain_pytorch(bits, dim, packed):
     """Of one page and of several; lines in part."""
-    codec = codec_of(bits, dim, 2, 1)
+    codec = codec_of(bits, dim, 2, 1, packed)
     assert check_moves([0] * 2, dim, [90, 40], Sizes(3, 20, 64), DTYPE, [64, 3, 130], 0, bits=codec)[0] > 1
 
 
@@ -136,19 +142,22 @@ def test_a_layout_of_empty_heads_has_nothing_to_read():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("bits", "dim", "group", "queries", "dtype"),
+    ("bits", "dim", "group", "queries", "dtype", "packed"),
     [
-        *((bits, 128, 4, 1, torch.bfloat16) for bits in EACH),
-        (ALL, 128, 4, 1, torch.bfloat16),
-        (SOME, 128, 8, 40, torch.bfloat16),  # several chunks
-        (SOME, 128, 7, 1, torch.float16),
-        (ALL, 64, 8, 1, torch.float16),
+        *((bits, 128, 4, 1, torch.bfloat16, False) for bits in EACH),
+        (ALL, 128, 4, 1, torch.bfloat16, False),
+        (SOME, 128, 8, 40, torch.bfloat16, False),  # several chunks
+        (SOME, 128, 7, 1, torch.float16, False),
+        (ALL, 64, 8, 1, torch.float16, False),
+        (ALL, 128, 4, 1, torch.bfloat16, True),
+        (SOME, 128, 8, 40, torch.bfloat16, True),
+        (ALL, 64, 8, 1, torch.float16, True),
     ],
     ids=str,
 )  # fmt: skip  (every line is compiled anew)
-def test_on_the_device(bits, dim, group, queries, dtype):
+def test_on_the_device(bits, dim, group, queries, dtype, packed):
     """The kernel in Triton, of which a config of its own asks for."""
-    codec, sizes = codec_of(bits, dim, 4), Sizes(128, 256, 64)
+    codec, sizes = codec_of(bits, dim, 4, packed=packed), Sizes(128, 256, 64)
     for programs in (0, 7):
         check_decoding([0] * 4, dim, group, [3001, 1700, 700], sizes, dtype, queries, 2, Config(), programs, 0, codec)
 
@@ -163,9 +172,10 @@ def test_on_the_device(bits, dim, group, queries, dtype):
         (128, 4, 1, torch.float16), (64, 7, 1, torch.float16),
     ],
 )  # fmt: skip
-def test_products_on_codes_on_the_device(bits, dim, group, queries, dtype, monkeypatch):
+@pytest.mark.parametrize("packed", [False, True])
+def test_products_on_codes_on_the_device(bits, dim, group, queries, dtype, packed, monkeypatch):
     """The kernel in CUDA. Rows with a middle in part, one without; programs for every multiprocessor, and few."""
-    codec, launch, launches = codec_of(bits, dim, 4), codes.launch, []
+    codec, launch, launches = codec_of(bits, dim, 4, packed=packed), codes.launch, []
     monkeypatch.setattr(codes, "launch", lambda *given: (launches.append(given), launch(*given)))
     for programs, sizes in ((0, Sizes(128, 256, 64)), (7, Sizes(3, 70, 64))):
         launches.clear()
@@ -189,15 +199,15 @@ def test_only_what_codes_can_read_is_left_to_it(monkeypatch):
     assert not codes.can_read(device, torch.bfloat16, 128)
 
 
-@pytest.mark.parametrize("group", [32, 64])
-def test_codes_have_the_constants_of_the_table_and_of_pages(group):
+@pytest.mark.parametrize(("group", "packed"), [(32, False), (64, False), (64, True)])
+def test_codes_have_the_constants_of_the_table_and_of_pages(group, packed):
     """The kernel in CUDA declares none of its own, so that a column that moves moves in both."""
     expected = {name: getattr(schedule, name) for name in ("SINK", "WINDOW", "PROMPT", "TAIL", "FIELDS")}
     expected |= {column.name: int(column) for column in Split}
-    scales = 64 // group * 4
+    scales = 2 if packed else 64 // group * 4
     expected |= dict(PAGE=64, CELL=group, ENDS=codes.ENDS)
     expected |= dict(OF_16=128, OF_8=64 + scales, OF_4=32 + scales, OF_2=16 + scales, OF_THIRD=8)
-    declared = {name: int(number) for name, number in re.findall(r"(\w+) = (\d+)", codes.constants(group))}
+    declared = {name: int(number) for name, number in re.findall(r"(\w+) = (\d+)", codes.constants(group, packed))}
     assert declared == expected
     source = (Path(codes.__file__).parent / "kernels" / "codes.cu").read_text(encoding="utf-8")
     assert not re.search(rf"\b({'|'.join(expected)})\b\s*=[^=]|\benum\b", source)
@@ -251,6 +261,8 @@ FORMS = [
     (3, 8, 64, True),
     (4, 4, 64, False, 64, 12),
     (8, 8, 64, True, 192, 16),
+    (4, 4, 64, False, 0, 1, True),
+    (3, 8, 64, True, 0, 1, True),
 ]
 GPUS = [(dim, capability) for dim in HEAD_DIMS["codes"] for capability in ((8, 0), (9, 0))]
 
@@ -293,8 +305,11 @@ def compiled_folder(tmp_path_factory):
         (codec_of(ALL, 64, 2), [0, 0], 5, torch.bfloat16),
         (codec_of(ALL, 64, 2), [0, 0], 5, torch.float16),
         (codec_of(((0, 2, 16), (16,)), 64, 2), [0, 0], 2, torch.float16),
+        (codec_of(ALL, 64, 2, packed=True), [0, 0], 5, torch.bfloat16),
+        (codec_of(ALL, 64, 2, packed=True), [0, 0], 2, torch.bfloat16),
+        (codec_of(((2, 3, 4), (3,)), 64, 2, packed=True), [0, 0], 2, torch.float16),
     ],
-    ids=["4 bits", "2 bits", "8 bits", "layout", "float16", "values of 16 bits"],
+    ids=["4 bits", "2 bits", "8 bits", "layout", "float16", "values of 16 bits", "packed", "paired", "packed float16"],
 )
 def test_products_on_codes_on_a_cpu(codec, counts, group, dtype, compiled_folder, monkeypatch):
     """The kernel in CUDA, run as C++, with a page that is filled in part."""
@@ -331,18 +346,20 @@ def test_parts_are_cut_where_every_warp_has_a_page():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("bits", "dim"), [*((bits, 128) for bits in EACH), (ALL, 64), (ALL, 128)], ids=str)
-def test_moves_on_the_device(bits, dim, dtype):
-    codec = codec_of(bits, dim, 4, 1)
+def test_moves_on_the_device(bits, dim, dtype, packed):
+    codec = codec_of(bits, dim, 4, 1, packed)
     assert check_moves([0] * 4, dim, [900, 400], Sizes(3, 120, 64), dtype, [64, 3, 130, 200], 0, bits=codec)[0] > 2
 
 
 @pytest.mark.gpu
-def test_generate_replays_a_captured_step(captures, monkeypatch):
+@pytest.mark.parametrize("packed", [False, True])
+def test_generate_replays_a_captured_step(captures, monkeypatch, packed):
     """The same tokens as step by step and, but for rounding, as in plain PyTorch; after a reset as well."""
     model = load_model(ModelConfig())
-    mask = layout_mask(kv_shape(model.config), 5)
+    mask = layout_mask(kv_shape(model.config), 5, packed=packed)
     cache = compressed_cache(model, mask, 16, 96)
     for length in (500, 900):
         ids = torch.randint(5, 4000, (2, length), generator=torch.Generator().manual_seed(length)).to(model.device)

@@ -50,6 +50,15 @@ def test_layouts_in_bases_are_refused_by_name(tmp_path):
         page_layout(mask, 64, 64, 256, torch.bfloat16)
 
 
+def test_packed_scales_are_refused_by_name(tmp_path):
+    mask, file = layout_mask((2, 2, 64), 1, packed=True), tmp_path / "m.safetensors"
+    mask.save(file)
+    with pytest.raises(ValueError, match=r"LEANK_MASK=.*: the vLLM plug-in does not read packed.*pruning.scales=whole"):
+        ServerSettings.find(None, {"LEANK_MASK": str(file)})
+    with pytest.raises(ValueError, match="packed scales"):
+        page_layout(mask, 64, 64, 256, torch.bfloat16)
+
+
 LAYOUT = ROOT / "models/masks/smollm2/bits/20pct_seed41.safetensors"
 
 

@@ -25,11 +25,12 @@ def normal(*shape, seed=0, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_rounding_is_that_of_a_cache(bits, dtype):
-    x, codec = normal(2, 3, 128, 16, dtype=dtype), Packing(bits, GROUP)
-    found = rounded(x, torch.full((3, 1, 1), float(bits)), GROUP)
-    assert torch.equal(found, codec.restore(*codec.quantise(x)))
+def test_rounding_is_that_of_a_cache(bits, dtype, packed):
+    x, codec = normal(2, 3, 128, 16, dtype=dtype), Packing(bits, GROUP, packed=packed)
+    found = rounded(x, torch.full((3, 1, 1), float(bits)), GROUP, packed)
+    assert torch.equal(found, codec.restore(*codec.quantise(x)).to(dtype))
 
 
 @settings(max_examples=30, deadline=None)
@@ -135,13 +136,17 @@ def test_the_error_shrinks_without_a_jump_but_for_its_pattern():
     assert size[2] == pytest.approx(size[3], rel=0.1)
 
 
-@pytest.mark.parametrize("basis", [None, random_bases((2, 2, 8), 4)], ids=["channels", "bases"])
-def test_a_layout_is_read_as_a_cache_stores_it(basis):
+@pytest.mark.parametrize(
+    ("basis", "packed"),
+    [(None, False), (None, True), (random_bases((2, 2, 8), 4), False)],
+    ids=["channels", "packed", "bases"],
+)
+def test_a_layout_is_read_as_a_cache_stores_it(basis, packed):
     """What is measured is what is deployed: the next token's logits through a cache of the layout."""
     model, (sink, window, group) = tiny_model("llama"), (2, 20, 2 * GROUP)
     (document,), (question,), (answer,) = tokens([sink + group + window - 5], 1), tokens([5], 2), tokens([1], 3)
     key_bits = torch.tensor([[[0, 2, 3, 4, 8, 16, 2, 0], [0] * 8], [[16] * 8, [2, 2, 3, 3, 4, 4, 8, 8]]])
-    precision = Precision(key_bits.to(torch.uint8), torch.tensor([[2, 8], [3, 16]], dtype=torch.uint8))
+    precision = Precision(key_bits.to(torch.uint8), torch.tensor([[2, 8], [3, 16]], dtype=torch.uint8), packed=packed)
     means = normal(2, 2, 8, seed=9, dtype=torch.float32) / 4
     mask = ChannelMask(precision.keep, mean_keys=means, precision=precision, key_basis=basis)
 
@@ -153,7 +158,7 @@ def test_a_layout_is_read_as_a_cache_stores_it(basis):
     asked = branch(model, prefix, question[None], [5])
     hidden = stored_student(  # a window counts the token that reads it, a cache's does not
         model, prefix.center_(means), asked, answer[None], [1], widths_of(precision).double(),
-        sink=sink, window=window + 1, empty_heads="drop", key_basis=basis,
+        sink=sink, window=window + 1, empty_heads="drop", key_basis=basis, packed=packed,
     )  # fmt: skip
     torch.testing.assert_close(model.lm_head(hidden[0, 0]), wanted, rtol=1e-9, atol=1e-9)
     whole = model(torch.cat([document, question, answer])[None]).logits[0, -1]

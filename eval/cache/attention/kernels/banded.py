@@ -36,10 +36,12 @@ from leank.eval.cache.attention.kernels.packed import (
     _tokens,
     finish,
     numbers,
+    packed_scale_and_zero,
     scale_and_zero,
     step_of,
     unit_of,
 )
+from leank.eval.cache.storage import quantised
 from leank.eval.cache.storage.codecs import PLANES
 from leank.precision import COUNTED, GROUP, VALUE_BITS
 
@@ -48,6 +50,7 @@ COUNTS = tl.constexpr(len(COUNTED))
 OF_HEAD = tl.constexpr(len(schedule.BITS))  # numbers of a `quantised.Head`
 LINES = tl.constexpr(variants.LEAST_LINES)  # of a piece
 WIDTHS = tl.constexpr(len(VALUE_BITS))
+LEAST_SCALE, MOST_SCALE = tl.constexpr(quantised.LEAST_SCALE), tl.constexpr(quantised.MOST_SCALE)  # packed
 # Triton refuses functions that it does not compile, unless they are constants
 CHANNEL_BYTES, VALUE_BYTES = tl.constexpr(precision.channel_bytes), tl.constexpr(precision.value_bytes)
 
@@ -60,6 +63,7 @@ class Codes(NamedTuple):
     AHEAD: int  # bytes that a program may ask for before it needs them
     PTX: bool  # whether codes are unpacked in PTX, which Triton's interpreter cannot run
     GROUP: int = GROUP  # numbers that share a scale, 32 or 64
+    PACKED: bool = False  # whether scales are
     BLOCK: int = 0  # tokens of a block, where `_sums` looks pages up in a block table; 0 = they follow each other
 
 
@@ -95,15 +99,21 @@ def first_plane(bits):
 
 
 @triton.constexpr_function
-def of_channel(bits, number, group=GROUP):
+def of_channel(bits, number, group=GROUP, packed=False):
     """Bytes that a channel of K takes of a page."""
-    return CHANNEL_BYTES(bits, number, group)
+    return CHANNEL_BYTES(bits, number, group, packed)
 
 
 @triton.constexpr_function
-def v_page_of(dtype, dim, bits, group):
+def v_page_of(dtype, dim, bits, group, packed=False):
     """Bytes of a page of V."""
-    return VALUE_BYTES(bits, dim, dtype.primitive_bitwidth // 8, group)
+    return VALUE_BYTES(bits, dim, dtype.primitive_bitwidth // 8, group, packed)
+
+
+@triton.constexpr_function
+def zero_unit(bits):
+    """`quantised.zero_unit` of so many bits."""
+    return max(0.25, 2**bits / 32)
 
 
 @triton.constexpr_function
@@ -186,13 +196,13 @@ def _tokens_of_lines():
 
 
 @triton.jit
-def page_bytes(n, NUMBER: tl.constexpr, G: tl.constexpr):
+def page_bytes(n, NUMBER: tl.constexpr, G: tl.constexpr, PACKED: tl.constexpr = False):
     """Bytes of a page of K, in which a number takes NUMBER bytes.
 
     n: channels in 16, 8 and 4 bits, narrow ones, and those of them with 3
     """
-    even = _room(n[0]) * of_channel(16, NUMBER, G) + _room(n[1]) * of_channel(8, NUMBER, G)
-    even += _room(n[2]) * of_channel(4, NUMBER, G) + _room(n[3]) * of_channel(2, NUMBER, G)
+    even = _room(n[0]) * of_channel(16, NUMBER, G) + _room(n[1]) * of_channel(8, NUMBER, G, PACKED)
+    even += _room(n[2]) * of_channel(4, NUMBER, G, PACKED) + _room(n[3]) * of_channel(2, NUMBER, G, PACKED)
     return even + _room(n[4]) * (of_channel(3, NUMBER, G) - of_channel(2, NUMBER, G))
 
 
@@ -217,6 +227,23 @@ def _narrow_queries(q_row, ok, index, n, C: tl.constexpr, F: tl.constexpr):
 
 
 @triton.jit
+def _scales(first, start, cell, there, dtype: tl.constexpr, BITS: tl.constexpr, PACKED: tl.constexpr):
+    """Scales and zero points [P, R] of the cells `cell` [1, R] of pages in so many bits.
+
+    first: address of the first cell's in the first page; start: [P], bytes to the page that each warp reads
+    """
+    cells = first.to(tl.pointer_type(tl.int32), bitcast=True)
+    if PACKED:
+        number = (start // 2)[:, None] + cell
+        scale, zero = packed_scale_and_zero(cells, number, there, dtype, zero_unit(BITS))
+    else:
+        NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
+        scales = first.to(tl.pointer_type(dtype), bitcast=True)
+        scale, zero = scale_and_zero(cells, scales, (start // (2 * NUMBER))[:, None] + cell, there)
+    return scale, zero
+
+
+@triton.jit
 def _narrow(
     s, t, q, page, start, left, n, third, dtype: tl.constexpr, C: tl.constexpr, CODES: tl.constexpr,
 ):
@@ -229,13 +256,11 @@ def _narrow(
 
     All lines of the variant are computed, without a branch: of those that the head lacks, no byte is read.
     """
-    NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
     PTX: tl.constexpr = CODES.PTX
     CELLS: tl.constexpr = 2 * HALF // CODES.GROUP  # groups of a channel in a page: one, or one for each half
     lines, of_third = _room(n) // 4, _room(third) // 4
     upper = page + HALF * 2 * lines
-    cells = (upper + HALF * of_third).to(tl.pointer_type(tl.int32), bitcast=True)
-    scales = (upper + HALF * of_third).to(tl.pointer_type(dtype), bitcast=True)
+    scales = upper + HALF * of_third
     token, before = _lines()[None, None, :], (left > 0)[:, None]
     for j in tl.static_range(pieces_of(C, 4 * LINES)):
         row = tl.arange(0, LINES) + j * LINES
@@ -248,7 +273,7 @@ def _narrow(
         for i in tl.static_range(4):
             for half in tl.static_range(CELLS):
                 cell = ((4 * half + i) * lines + row)[None, :]
-                pairs += scale_and_zero(cells, scales, (start // (2 * NUMBER))[:, None] + cell, there)
+                pairs += _scales(scales, start, cell, there, dtype, 2, CODES.PACKED)
         for i in tl.static_range(4):
             scale, zero = pairs[2 * CELLS * i][:, :, None], pairs[2 * CELLS * i + 1][:, :, None]
             lower = first if i % 2 == 0 else later
@@ -264,11 +289,9 @@ def _even(
     s, t, q, page, start, left, room, dtype: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr, CODES: tl.constexpr,
 ):
     """Do what `_narrow` does for a band in 8 or 4 bits with `room` channels, at most C."""
-    NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
     PTX: tl.constexpr = CODES.PTX
     SIZE: tl.constexpr = 2 * HALF * BITS // 8
-    cells = (page + room * SIZE).to(tl.pointer_type(tl.int32), bitcast=True)
-    scales = (page + room * SIZE).to(tl.pointer_type(dtype), bitcast=True)
+    scales = page + room * SIZE
     for j in tl.static_range(pieces_of(C, LINES)):
         row = tl.arange(0, LINES) + j * LINES
         there = (left > 0)[:, None] & (row < room)[None, :]
@@ -277,11 +300,11 @@ def _even(
         later = codes
         if BITS == 8:
             later = tl.load(page + at + HALF * room, mask=there[:, :, None], other=0)
-        cell = (start // (2 * NUMBER))[:, None] + row[None, :]
-        scale, zero = scale_and_zero(cells, scales, cell, there)
+        cell = row[None, :]
+        scale, zero = _scales(scales, start, cell, there, dtype, BITS, CODES.PACKED)
         s = tl.dot(q[j], numbers(codes, scale[:, :, None], zero[:, :, None], 0, BITS, PTX), s)
         if CODES.GROUP == HALF:
-            scale, zero = scale_and_zero(cells, scales, cell + room, there)
+            scale, zero = _scales(scales, start, cell + room, there, dtype, BITS, CODES.PACKED)
         scale, zero = scale[:, :, None], zero[:, :, None]
         t = tl.dot(q[j], numbers(later, scale, zero, 8 // BITS - 1, BITS, PTX), t)
     return s, t
@@ -337,13 +360,9 @@ def _scales_of_values(
     CODES: tl.constexpr,
 ):
     """Scales and zero points [P, HALF] of a slab's values."""
-    NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
-    SIZE: tl.constexpr = F.PAGE * F.D * V // 8
-    cells = (page + SIZE).to(tl.pointer_type(tl.int32), bitcast=True)
-    scales = (page + SIZE).to(tl.pointer_type(dtype), bitcast=True)
     cell = tl.arange(0, HALF) + (SLAB * (F.D // 4) // CODES.GROUP * F.PAGE + half * HALF)
     there = (left > 0)[:, None] & (cell >= 0)[None, :]
-    return scale_and_zero(cells, scales, (start // (2 * NUMBER))[:, None] + cell[None, :], there)
+    return _scales(page + F.PAGE * F.D * V // 8, start, cell[None, :], there, dtype, V, CODES.PACKED)
 
 
 @triton.jit
@@ -393,7 +412,7 @@ def _sums(
     PTX: tl.constexpr = CODES.PTX
     dtype: tl.constexpr = layer.base.dtype.element_ty
     NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
-    V_PAGE: tl.constexpr = v_page_of(dtype, D, V, CODES.GROUP)
+    V_PAGE: tl.constexpr = v_page_of(dtype, D, V, CODES.GROUP, CODES.PACKED)
     UNIT: tl.constexpr = unit_of(dtype, PTX)
     k, v = tl.multiple_of(layer.codes + k_at, 16), tl.multiple_of(layer.codes + v_at, 16)
     token, number = _tokens(), tl.arange(0, WARPS)
@@ -410,7 +429,7 @@ def _sums(
     q4 = _queries_of(q_row, ok, index, n[2], K4, F)
     index += n[2]
     q = _narrow_queries(q_row, ok, index, n[3], K3, F)
-    k_page = page_bytes(n, NUMBER, CODES.GROUP)
+    k_page = page_bytes(n, NUMBER, CODES.GROUP, CODES.PACKED)
     scale *= 1.0 / UNIT
 
     top = tl.full([WARPS, N], float("-inf"), tl.float32)  # m and z of every warp
@@ -438,10 +457,10 @@ def _sums(
             page += tl.multiple_of(whole * of_channel(16, NUMBER, CODES.GROUP), 16)
         if K8 > 0:
             s, t = _even(s, t, q8, page, start, left, eight, dtype, 8, K8, CODES)
-            page += tl.multiple_of(eight * of_channel(8, NUMBER, CODES.GROUP), 16)
+            page += tl.multiple_of(eight * of_channel(8, NUMBER, CODES.GROUP, CODES.PACKED), 16)
         if K4 > 0:
             s, t = _even(s, t, q4, page, start, left, four, dtype, 4, K4, CODES)
-            page += tl.multiple_of(four * of_channel(4, NUMBER, CODES.GROUP), 16)
+            page += tl.multiple_of(four * of_channel(4, NUMBER, CODES.GROUP, CODES.PACKED), 16)
         if K3 > 0:
             s, t = _narrow(s, t, q, page, start, left, n[3], n[4], dtype, K3, CODES)
         s, t = _masked(s, token, left, N), _masked(t, token, left - HALF, N)
@@ -500,11 +519,39 @@ def _due(ring, slots, oldest, index, channel, n, D: tl.constexpr):
 
 
 @triton.jit
-def _coded(ring, slots, oldest, index, channel, n, top, D: tl.constexpr, G: tl.constexpr):
+def _packed(low, high, top):
+    """Scales and zero points of ranges, float32, and their words, int16; see `quantised.quantise_packed`."""
+    unit = tl.maximum((top + 1.0) / 32, 0.25)
+    fine, reach = unit < 1, 63 * unit
+    finite = tl.abs(high - low) < float("inf")
+    need = tl.div_rn(high - low, top + tl.where(fine, unit / 2, -unit))
+    need = tl.maximum(need, tl.maximum(tl.div_rn(-low, reach), tl.div_rn(high, reach + top)))
+    need = tl.where(finite, tl.minimum(tl.maximum(need, LEAST_SCALE), MOST_SCALE), MOST_SCALE)
+    # up to four bits of fraction
+    scale = ((need.to(tl.int32, bitcast=True) + 0x7FFFF) & ~0x7FFFF).to(tl.float32, bitcast=True)
+    steps = tl.where(finite, tl.minimum(tl.maximum(tl.div_rn(low, unit * scale), -63.0), 63.0), 0.0)
+    steps = tl.where(fine, (steps + 12582912.0) - 12582912.0, tl.floor(steps))
+    word = scale.to(tl.float16).to(tl.int16, bitcast=True) | tl.abs(steps).to(tl.int16)
+    word = tl.where(finite, tl.where(steps < 0, word | -32768, word), 0x7E00).to(tl.int16)
+    return scale, steps * unit * scale, word
+
+
+@triton.jit
+def _packed_codes(x, scale, zero, top):
+    """Codes of numbers x up to top, in int32; scale, zero and top have its shape."""
+    code = tl.div_rn(x.to(tl.float32) - zero, scale)
+    code = (code + 12582912.0) - 12582912.0
+    return tl.minimum(tl.maximum(code, 0.0), top).to(tl.int32)
+
+
+@triton.jit
+def _coded(
+    ring, slots, oldest, index, channel, n, top, D: tl.constexpr, G: tl.constexpr, PACKED: tl.constexpr,
+):
     """Codes up to top [R] of a group's tokens for channels [R]; see `_due`.
 
     Returns the codes [HALF, R] of its first half, and of its second one, where it has one (else the same), and scales
-    and zero points [R].
+    and zero points [R], or words twice.
     """
     dtype: tl.constexpr = ring.dtype.element_ty
     x = _due(ring, slots, oldest, index, channel, n, D)
@@ -512,21 +559,31 @@ def _coded(ring, slots, oldest, index, channel, n, top, D: tl.constexpr, G: tl.c
     if G > HALF:
         y = _due(ring, slots, oldest + HALF, index, channel, n, D)
         low, high = tl.minimum(low, tl.min(y.to(tl.float32), 0)), tl.maximum(high, tl.max(y.to(tl.float32), 0))
-    low, high = low.to(dtype), high.to(dtype)
-    scale = _scale(low, high, top)
-    first = _codes(x, scale[None, :], low[None, :], top[None, :])
-    later = first
-    if G > HALF:
-        later = _codes(y, scale[None, :], low[None, :], top[None, :])
+    if PACKED:
+        scale, zero, word = _packed(low, high, top)
+        first = _packed_codes(x, scale[None, :], zero[None, :], top[None, :])
+        later = _packed_codes(y, scale[None, :], zero[None, :], top[None, :])
+        scale, low = word, word
+    else:
+        low, high = low.to(dtype), high.to(dtype)
+        scale = _scale(low, high, top)
+        first = _codes(x, scale[None, :], low[None, :], top[None, :])
+        later = first
+        if G > HALF:
+            later = _codes(y, scale[None, :], low[None, :], top[None, :])
     return first, later, scale, low
 
 
 @triton.jit
-def _put_scales(scales, number, scale, zero, there):
-    """Write scales and zero points [R] of the cells `number`."""
-    at = number // 2 * 4 + number % 2
-    tl.store(scales + at, scale, mask=there)
-    tl.store(scales + at + 2, zero, mask=there)
+def _put_scales(scales, number, scale, zero, there, PACKED: tl.constexpr):
+    """Write scales and zero points, or words, [R] of the cells `number`; scales: bytes."""
+    of_cells = scales.to(tl.pointer_type(scale.dtype), bitcast=True)
+    if PACKED:
+        tl.store(of_cells + number, scale, mask=there)
+    else:
+        at = number // 2 * 4 + number % 2
+        tl.store(of_cells + at, scale, mask=there)
+        tl.store(of_cells + at + 2, zero, mask=there)
 
 
 @triton.jit
@@ -553,17 +610,17 @@ def _put_bytes(to, code, half, there, G: tl.constexpr):
 @triton.jit
 def _put_even(
     ring, slots, oldest, index, n, page, half, BITS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    G: tl.constexpr,
+    G: tl.constexpr, PACKED: tl.constexpr,
 ):
     """Write a group of tokens into a band of 8 or 4 bits."""
     room = _room(n)
-    scales = (page + room * (PAGE * BITS // 8)).to(tl.pointer_type(ring.dtype.element_ty), bitcast=True)
+    scales = page + room * (PAGE * BITS // 8)
     t = tl.arange(0, HALF)
     for start in range(0, room, AT_ONCE):
         row = start + tl.arange(0, AT_ONCE)
         there = (row < room)[None, :]
         top = tl.full([AT_ONCE], 2**BITS - 1.0, tl.float32)
-        first, later, scale, zero = _coded(ring, slots, oldest, index, row, n, top, D, G)
+        first, later, scale, zero = _coded(ring, slots, oldest, index, row, n, top, D, G, PACKED)
         at = t[:, None] * room + row[None, :]
         if BITS == 8:
             tl.store(page + at + half * HALF * room, first.to(tl.uint8), mask=there)
@@ -571,15 +628,17 @@ def _put_even(
                 tl.store(page + at + HALF * room, later.to(tl.uint8), mask=there)
         else:
             _put_bytes(page + at, _placed(first, later, half, G), half, there, G)
-        _put_scales(scales, half * room + row, scale, zero, row < room)
+        _put_scales(scales, half * room + row, scale, zero, row < room, PACKED)
 
 
 @triton.jit
-def _put_narrow(ring, slots, oldest, index, n, third, page, half, D: tl.constexpr, G: tl.constexpr):
+def _put_narrow(
+    ring, slots, oldest, index, n, third, page, half, D: tl.constexpr, G: tl.constexpr, PACKED: tl.constexpr,
+):
     """Write a group of tokens into a narrow band; the parameters are those of `_narrow`."""
     lines, of_third = _room(n) // 4, _room(third) // 4
     upper = page + HALF * 2 * lines
-    scales = (upper + HALF * of_third).to(tl.pointer_type(ring.dtype.element_ty), bitcast=True)
+    scales = upper + HALF * of_third
     t = tl.arange(0, HALF)[:, None]
     for start in range(0, lines, AT_ONCE):
         row = start + tl.arange(0, AT_ONCE)
@@ -590,10 +649,10 @@ def _put_narrow(ring, slots, oldest, index, n, third, page, half, D: tl.constexp
             for i in tl.static_range(2):
                 channel = tl.where(there, 4 * row + 2 * pair + i, n)
                 top = tl.where(channel < third, 7.0, 3.0)
-                x, y, scale, zero = _coded(ring, slots, oldest, index, channel, n, top, D, G)
+                x, y, scale, zero = _coded(ring, slots, oldest, index, channel, n, top, D, G, PACKED)
                 byte |= _placed((x & 3) << 2 * i, (y & 3) << 2 * i, half, G)
                 bits |= _placed((x >> 2) << 2 * i + pair, (y >> 2) << 2 * i + pair, half, G)
-                _put_scales(scales, (4 * half + 2 * i + pair) * lines + row, scale, zero, there)
+                _put_scales(scales, (4 * half + 2 * i + pair) * lines + row, scale, zero, there, PACKED)
             _put_bytes(page + t * (2 * lines) + (pair * lines + row)[None, :], byte, half, there[None, :], G)
         _put_bytes(upper + t * of_third + row[None, :], bits, half, (row < of_third)[None, :], G)
 
@@ -624,6 +683,7 @@ def _quarters(code, D: tl.constexpr):
 @triton.jit
 def _put_values(
     ring, slots, oldest, page, half, V: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Write HALF tokens of V into half `half` of a page; returns the highest of 3 bits, four to a number."""
     dtype: tl.constexpr = ring.dtype.element_ty
@@ -635,14 +695,18 @@ def _put_values(
     else:
         CELL: tl.constexpr = min(G, D)
         cells = tl.reshape(x.to(tl.float32), [HALF, D // CELL, CELL])
-        low, high = tl.min(cells, 2).to(dtype), tl.max(cells, 2).to(dtype)
-        scale = _scale(low, high, 2**V - 1.0)
-        code = tl.reshape(_codes(cells, scale[:, :, None], low[:, :, None], 2**V - 1.0), [HALF, D])
-        scales = (page + PAGE * D * V // 8).to(tl.pointer_type(dtype), bitcast=True)
+        low, high = tl.min(cells, 2), tl.max(cells, 2)
+        if PACKED:
+            step, zero, word = _packed(low, high, tl.full([HALF, D // CELL], 2**V - 1.0, tl.float32))
+            code = _packed_codes(cells, step[:, :, None], zero[:, :, None], 2**V - 1.0)
+            scale, low = word, word
+        else:
+            low, high = low.to(dtype), high.to(dtype)
+            scale = _scale(low, high, 2**V - 1.0)
+            code = _codes(cells, scale[:, :, None], low[:, :, None], 2**V - 1.0)
+        code = tl.reshape(code, [HALF, D])
         cell = tl.arange(0, D // CELL)[None, :] * PAGE + token[:, None]
-        cell = cell // 2 * 4 + cell % 2
-        tl.store(scales + cell, scale)
-        tl.store(scales + cell + 2, low)
+        _put_scales(page + PAGE * D * V // 8, cell, scale, low, cell >= 0, PACKED)
         if V == 8:
             tl.store(page + d[None, :] * PAGE + token[:, None], code.to(tl.uint8))
         elif V == 4:
@@ -661,12 +725,13 @@ def _put_values(
 @triton.jit
 def _put_page(
     ring, slots, oldest, page, half, V: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Write a group of tokens into a page of V."""
-    first = _put_values(ring, slots, oldest, page, half, V, D, PAGE, G)
+    first = _put_values(ring, slots, oldest, page, half, V, D, PAGE, G, PACKED)
     later = first
     if G > HALF:
-        later = _put_values(ring, slots, oldest + HALF, page, half + 1, V, D, PAGE, G)
+        later = _put_values(ring, slots, oldest + HALF, page, half + 1, V, D, PAGE, G, PACKED)
     if V == 3:
         line = tl.arange(0, D // 4)[None, :] * HALF + tl.arange(0, HALF)[:, None]
         _put_bytes(page + PAGE * D // 4 + line, _placed(first, later, half, G), half, line >= 0, G)
@@ -682,18 +747,18 @@ def bands_of(bands):
 
 
 @triton.jit
-def v_page_bytes(width, dtype: tl.constexpr, D: tl.constexpr, G: tl.constexpr):
+def v_page_bytes(width, dtype: tl.constexpr, D: tl.constexpr, G: tl.constexpr, PACKED: tl.constexpr = False):
     """Bytes of a page of V of so many bits."""
     size = 0
     for i in tl.static_range(WIDTHS):
-        size = tl.where(width == width_of(i), v_page_of(dtype, D, width_of(i), G), size)
+        size = tl.where(width == width_of(i), v_page_of(dtype, D, width_of(i), G, PACKED), size)
     return size
 
 
 @triton.jit
 def put_group(
     ring_k, ring_v, slots, oldest, index, n, width, page, v_page, half, D: tl.constexpr, PAGE: tl.constexpr,
-    G: tl.constexpr,
+    G: tl.constexpr, PACKED: tl.constexpr = False,
 ):
     """Pack the group of G tokens from slot `oldest` on into a head's page of K and page of V.
 
@@ -705,21 +770,22 @@ def put_group(
     _put_whole(ring_k, slots, oldest, index, whole, page.to(tl.pointer_type(dtype), bitcast=True), half, D, G)
     page += _room(whole) * of_channel(16, NUMBER, G)
     index += whole
-    _put_even(ring_k, slots, oldest, index, eight, page, half, 8, D, PAGE, G)
-    page += _room(eight) * of_channel(8, NUMBER, G)
+    _put_even(ring_k, slots, oldest, index, eight, page, half, 8, D, PAGE, G, PACKED)
+    page += _room(eight) * of_channel(8, NUMBER, G, PACKED)
     index += eight
-    _put_even(ring_k, slots, oldest, index, four, page, half, 4, D, PAGE, G)
-    page += _room(four) * of_channel(4, NUMBER, G)
-    _put_narrow(ring_k, slots, oldest, index + four, narrow, third, page, half, D, G)
+    _put_even(ring_k, slots, oldest, index, four, page, half, 4, D, PAGE, G, PACKED)
+    page += _room(four) * of_channel(4, NUMBER, G, PACKED)
+    _put_narrow(ring_k, slots, oldest, index + four, narrow, third, page, half, D, G, PACKED)
     for i in tl.static_range(WIDTHS):
         if width == width_of(i):
-            _put_page(ring_v, slots, oldest, v_page, half, width_of(i), D, PAGE, G)
+            _put_page(ring_v, slots, oldest, v_page, half, width_of(i), D, PAGE, G, PACKED)
 
 
 @triton.jit
 def move(
     ring_k, ring_v, k, v, index, places, bands, seen_ptr, start_ptr, length_ptr, done,
     index_b, slots, window, flush, H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, G: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Program (b, h): pack the due whole groups of row b's window behind those that head h holds; see `ring.move`.
 
@@ -727,6 +793,7 @@ def move(
     k, v: bytes; places count in them
     bands: int32 [B, H, OF_HEAD], what heads store, `quantised.Head`
     G: numbers of a quantisation group
+    PACKED: whether scales are
     """
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = tl.load(start_ptr + b)
@@ -744,11 +811,11 @@ def move(
             length = tl.load(length_ptr + head)
             oldest, amount = (start % slots).to(tl.int32), due.to(tl.int32)
             NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
-            k_page = page_bytes(n, NUMBER, G)
+            k_page = page_bytes(n, NUMBER, G, PACKED)
             for at in range(0, amount, G):
                 number, half = (length + at) // PAGE, ((length + at) % PAGE // HALF).to(tl.int32)
                 put_group(ring_k, ring_v, slots, oldest + at, index, n, width, k + number * k_page,
-                          v + number * v_page_bytes(width, dtype, D, G), half, D, PAGE, G)
+                          v + number * v_page_bytes(width, dtype, D, G, PACKED), half, D, PAGE, G, PACKED)
             tl.debug_barrier()  # every thread has read the length before one of them changes it
             tl.store(length_ptr + head, length + due)
         tl.debug_barrier()  # and the start

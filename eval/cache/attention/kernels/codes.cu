@@ -10,6 +10,10 @@ nothing is unpacked but by a mask. Scales go to the other operand, which is smal
 Both sums of zero points are products of their own; that of K is the same for all tokens of a page, or of a half. A code that lies at
 a higher bit of its byte is 2^bit times as large, so the other operand is as much smaller.
 
+A packed word (`quantise_packed`) is a scale and an integer z, of which zero = z u scale, u a power of two for every
+width. So the sums are those of q_c scale_c z_c and p_t scale_t z_t, times u: z is an operand as codes are, a sign and six
+bits as they lie, and the other operand is there already.
+
 Every warp has pages of its own, brought to shared memory ahead: the next page's K while it multiplies V, and the next V
 while it multiplies K. Its loops are short and do not depend on the layout, so that one kernel is compiled for all
 layouts of a model's heads. Sink and window are read in tiles of 16 tokens. The schedule and the merge of partial
@@ -30,7 +34,7 @@ through; the part PROMPT begins behind the sink.
 
 Compiled for D channels of a head (64 or 128), GROUP query heads for each KV head, ROWS query rows of a program, at
 most 8, WARPS warps, and HALF, 1 for float16, 0 for bfloat16; for a pool with BLOCK tokens of a block of codes, 0 =
-there is none, and REST_BLOCK whole tokens of a block. Declared before this file, by `codes.constants`: the columns of the schedule, FIELDS, the kinds of parts,
+there is none, and REST_BLOCK whole tokens of a block; PACKED, 1 where scales are words, which have groups of 64. Declared before this file, by `codes.constants`: the columns of the schedule, FIELDS, the kinds of parts,
 PAGE, CELL, the numbers that share a scale, ENDS, the tokens of sink and window that a warp reads at a time, and OF_16 to OF_THIRD, the bytes that a channel of K takes of a page by its bits. */
 
 typedef unsigned char u8;
@@ -40,8 +44,10 @@ typedef long long i64;
 
 constexpr int THREADS = 32 * WARPS;
 static_assert(PAGE == 64 && (CELL == 64 || CELL == 32), "lines of a page are two halves of 32 tokens");
+static_assert(!PACKED || CELL == 64, "packed scales are of a layout's groups");
 constexpr int TILES = D / 16, GROUPS = D / CELL;
 constexpr int HALVES = PAGE / CELL;  // of a page's tokens, each with scales of K of its own
+constexpr int EACH_SCALE = PACKED ? 2 : 4;  // bytes of a scale and a zero point
 
 constexpr bool PAGED = BLOCK > 0;
 constexpr int EACH = PAGED ? BLOCK / PAGE : 1;  // pages of codes of a block
@@ -56,7 +62,8 @@ constexpr float CODE = 0x1p-24f, HIGH = 1, LOW = 1, HIGH_BITS = 8, LOW_BITS = 8,
 constexpr u32 QUARTER = 0x34003400, SIXTEENTH = 0x2C002C00, SIXTYFOURTH = 0x24002400;  // pairs of numbers
 #define TYPE "f16"
 #else
-constexpr float CODE = 0x1p-133f, HIGH = 0x1p90f, LOW = 0x1p-43f, HIGH_BITS = 90, LOW_BITS = -43;
+constexpr float CODE = 0x1p-133f, HIGH = PACKED ? 0x1p106f : 0x1p90f, LOW = 0x1p-43f;  // see `scale_of`
+constexpr float HIGH_BITS = PACKED ? 106 : 90, LOW_BITS = -43;
 constexpr float LOGIT = 0x1p-43f, SUM = 0x1p-43f;
 constexpr u32 QUARTER = 0x3E803E80, SIXTEENTH = 0x3D803D80, SIXTYFOURTH = 0x3C803C80;
 #define TYPE "bf16"
@@ -174,7 +181,7 @@ struct Bands {  // a head's channels in 16, 8 and 4 bits, narrow ones, those of 
   DEVICE int k_page() const {
     return room(whole) * OF_16 + room(eight) * OF_8 + room(four) * OF_4 + room(narrow) * OF_2 + room(third) * OF_THIRD;
   }
-  DEVICE int v_page() const { return values == 16 ? PAGE * D * 2 : PAGE * D * values / 8 + PAGE * GROUPS * 4; }
+  DEVICE int v_page() const { return values == 16 ? PAGE * D * 2 : PAGE * D * values / 8 + PAGE * GROUPS * EACH_SCALE; }
 };
 
 struct Warp {  // a warp's number, and addresses in shared memory: of its K and V, of all warps' queries, of barriers
@@ -186,7 +193,8 @@ struct Warp {  // a warp's number, and addresses in shared memory: of its K and 
 struct Rows {  // the query rows 2i and 2i + 1 that a lane has: softmax so far, base 2
   float most[2], sum[2];  // sum: of this lane's tokens
   float acc[TILES][4];    // channels 16 tile + g and + 8, times SUM
-  float zeros[4];         // of group g of channels: the sum of p zero, times SUM / CODE
+  float zeros[4];         // of group g of channels: the sum of p zero, times SUM / CODE; packed: times SUM, while pages
+                          // are read times SUM / u
 };
 
 // Queries of one (row, head), and the numbers of its kept channels, as they lie in memory: asked for, then brought to
@@ -255,10 +263,29 @@ DEVICE void put_plain_queries(u32 to, u32 raw) {  // for sink and window, channe
   __syncthreads();
 }
 
+// Of two packed words, the scales, in bfloat16 2^-16 times as large, and the integers z, times CODE. In bfloat16 a word
+// that is NaN is a large scale.
+DEVICE u32 scale_of(u32 x) { return HALF ? x & 0x7FC07FC0 : (x >> 3 & 0x0FF80FF8) | 0x30003000; }
+DEVICE u32 zero_of(u32 x) { return x & 0x803F803F; }
+// The factor u of zero points of so many bits
+DEVICE constexpr float zero_unit(int bits) { return bits == 8 ? 8 : bits == 4 ? 0.5f : 0.25f; }
+
 struct Scaled { uint2 high, rest; };
 struct BothHalves { Scaled first, later; };
-// scales: address of those of the lane's four channels; bias: the sum of q zero, of which every token has as much
+// scales: address of those of the lane's four channels; bias: the sum of q zero, of which every token has as much, of
+// packed scales of q scale z
 DEVICE Scaled scaled(u32 scales, uint2 q, float (&bias)[4], int g) {
+  if (PACKED) {
+    uint2 x = load2(scales);
+    u32 first = evens(x.x, x.y), later = odds(x.x, x.y), of_first = scale_of(first), of_later = scale_of(later);
+    uint2 high = {times(q.x, of_first), times(q.y, of_later)};
+    uint2 rest = {rest_of(q.x, of_first, high.x), rest_of(q.y, of_later, high.y)};
+    if (PAIRED && g >= 4) high = rest;
+    first = zero_of(first), later = zero_of(later);
+    mma(bias, first, 0, later, 0, high.x, high.y);
+    if (!PAIRED) mma(bias, first, 0, later, 0, rest.x, rest.y);
+    return {high, rest};
+  }
   uint4 x = load4(scales);  // scales of 0 and 1, zeros of 0 and 1, then of 2 and 3
   u32 first = evens(x.x, x.z), later = odds(x.x, x.z);
   mma(bias, evens(x.y, x.w), 0, odds(x.y, x.w), 0, q.x, q.y);
@@ -286,8 +313,14 @@ DEVICE void product(float (&c)[4], u32 x, u32 y, u32 mask, const Scaled &b) {
   if (!PAIRED) product(c, x, y, mask, b.rest);
 }
 
-// Logits of a page's four tiles, times LOGIT, and of each half the sum of q zero, times HIGH. k, q: addresses in shared
-// memory
+// Between sums of z in units of one width and of another
+DEVICE void change_zero_unit(float (&zeros)[4], float by) {
+  if (PACKED)
+    for (int c = 0; c < 4; c++) zeros[c] *= by;
+}
+
+// Logits of a page's four tiles, times LOGIT, and of each half the sum of q zero, times HIGH, of packed scales times
+// LOGIT. k, q: addresses in shared memory
 DEVICE void logits(float (&s)[4][4], float (&bias)[HALVES][4], u32 k, u32 q, const Bands &n, int lane) {
   int g = lane >> 2, i = lane & 3, room = Bands::room(n.whole);
   q += 8 * lane;
@@ -304,17 +337,19 @@ DEVICE void logits(float (&s)[4][4], float (&bias)[HALVES][4], u32 k, u32 q, con
     for (int w = 0; w < 4; w++)
       for (int c = 0; c < 4; c++) s[w][c] *= STEP;
   k += room * OF_16, room = Bands::room(n.eight), at = k + g * room + 4 * i;
-  u32 scales = k + 64 * room + 16 * i;
+  u32 scales = k + 64 * room + 4 * EACH_SCALE * i;
 #pragma unroll 1
-  for (int step = 0; step < room; step += 16, at += 16, scales += 64, q += 256) {
+  for (int step = 0; step < room; step += 16, at += 16, scales += 16 * EACH_SCALE, q += 256) {
     u32 x[4], y[4];
     for (int w = 0; w < 4; w++) x[w] = load1(at + 16 * w * room), y[w] = load1(at + (16 * w + 8) * room);
     BothHalves b = scaled(scales, 4 * room, load2(q), bias, g);
     for (int w = 0; w < 4; w++) product(s[w], x[w], y[w], 0x00FF00FF, w < 2 ? b.first : b.later);
   }
-  k += room * OF_8, room = Bands::room(n.four), at = k + g * room + 4 * i, scales = k + 32 * room + 16 * i;
+  change_zero_unit(bias[0], zero_unit(8) / zero_unit(4));
+  k += room * OF_8, room = Bands::room(n.four), at = k + g * room + 4 * i;
+  scales = k + 32 * room + 4 * EACH_SCALE * i;
 #pragma unroll 1
-  for (int step = 0; step < room; step += 16, at += 16, scales += 64, q += 256) {
+  for (int step = 0; step < room; step += 16, at += 16, scales += 16 * EACH_SCALE, q += 256) {
     u32 x[2], y[2];
     for (int w = 0; w < 2; w++) x[w] = load1(at + 16 * w * room), y[w] = load1(at + (16 * w + 8) * room);
     BothHalves b = scaled(scales, 4 * room, load2(q), bias, g);
@@ -324,12 +359,14 @@ DEVICE void logits(float (&s)[4][4], float (&bias)[HALVES][4], u32 k, u32 q, con
       product(s[w + 2], x[w], y[w], 0x00F000F0, of_upper);
     }
   }
+  change_zero_unit(bias[0], zero_unit(4) / zero_unit(2));
   k += room * OF_4;
   int lines = Bands::room(n.narrow) / 4, of_third = Bands::room(n.third) / 4;
   u32 third = k + 64 * lines;
-  at = k + (2 * g + (i & 1)) * lines, scales = third + 32 * of_third + 4 * i * lines, third += g * of_third;
+  at = k + (2 * g + (i & 1)) * lines, scales = third + 32 * of_third + EACH_SCALE * i * lines;
+  third += g * of_third;
 #pragma unroll 1
-  for (int line = 0; line < lines; line += 4, at += 4, third += 4, scales += 16, q += 256) {
+  for (int line = 0; line < lines; line += 4, at += 4, third += 4, scales += 4 * EACH_SCALE, q += 256) {
     u32 x[2], y[2];
     for (int w = 0; w < 2; w++) {
       x[w] = load1(at + 32 * w * lines) >> (i & 2) & 0x33333333;
@@ -347,9 +384,12 @@ DEVICE void logits(float (&s)[4][4], float (&bias)[HALVES][4], u32 k, u32 q, con
       product(s[w + 2], x[w], y[w], 0x00700070, of_upper);
     }
   }
+  change_zero_unit(bias[0], zero_unit(2));
   if (PAIRED)
     for (int w = 0; w < 4; w++)
       for (int c = 0; c < 4; c++) s[w][c] += __shfl_xor_sync(~0u, s[w][c], 2);
+  if (PAIRED && PACKED)
+    for (int c = 0; c < 4; c++) bias[0][c] += __shfl_xor_sync(~0u, bias[0][c], 2);
 }
 
 // One step of the online softmax: logits s [TILE][rows], over `scale`, become weights as B operands p, times 2^lift.
@@ -395,9 +435,18 @@ template <int BITS> DEVICE void add_values(Rows &rows, u32 v, u32 (&p)[4][2], in
       const u32(&own)[2] = p[w];
       u32 z0 = 0, z1 = 0;
       for (int group = 0; group < GROUPS; group++) {
-        uint4 x = load4(v + SCALES + 256 * group + 128 * half + 32 * i + 16 * w);
-        if (g == group) z0 = evens(x.y, x.w), z1 = odds(x.y, x.w);
-        uint2 y = {times(own[0], evens(x.x, x.z)), times(own[1], odds(x.x, x.z))};
+        u32 scales = v + SCALES + EACH_SCALE * (64 * group + 32 * half + 8 * i + 4 * w);
+        uint2 y;
+        if (PACKED) {
+          uint2 x = load2(scales);
+          u32 first = evens(x.x, x.y), later = odds(x.x, x.y);
+          y = {times(own[0], scale_of(first)), times(own[1], scale_of(later))};
+          mma(rows.zeros, g == group ? zero_of(first) : 0, 0, g == group ? zero_of(later) : 0, 0, y.x, y.y);
+        } else {
+          uint4 x = load4(scales);
+          if (g == group) z0 = evens(x.y, x.w), z1 = odds(x.y, x.w);
+          y = {times(own[0], evens(x.x, x.z)), times(own[1], odds(x.x, x.z))};
+        }
         for (int at = group * (FACTORS / GROUPS); at < (group + 1) * (FACTORS / GROUPS); at++) {
           int place = at * PLACES / FACTORS;  // codes of place s begin at bit s BITS, those of 3 bits at 0, 0, 4 and 4
           bool sixteenth = BITS == 4 ? place : BITS == 3 ? place / 2 : place == 2;
@@ -406,7 +455,7 @@ template <int BITS> DEVICE void add_values(Rows &rows, u32 v, u32 (&p)[4][2], in
           factor[at][w][0] = as_is ? y.x : times(y.x, unit), factor[at][w][1] = as_is ? y.y : times(y.y, unit);
         }
       }
-      mma(rows.zeros, z0, 0, z1, 0, own[0], own[1]);
+      if (!PACKED) mma(rows.zeros, z0, 0, z1, 0, own[0], own[1]);
     }
     for (int tile = 0; tile < LINES; tile++) {
       u32 at = v + g * PAGE + 32 * half + 8 * i + 16 * tile * PAGE;
@@ -457,8 +506,8 @@ DEVICE void clear_behind(u32 v, int left, int bits, int lane) {
     for (int at = lane; at < D * PAGE; at += 32)
       if (at % PAGE >= left) asm volatile("st.shared.b16 [%0], %1;" :: "r"(v + 2 * at), "h"((u16)0) : "memory");
   } else {
-    for (int at = lane; at < GROUPS * PAGE * 2; at += 32) {  // scales of two tokens, then zeros of two
-      int token = (at >> 2 & 31) * 2 + (at & 1);
+    for (int at = lane; at < GROUPS * PAGE * EACH_SCALE / 2; at += 32) {  // scales of two tokens, then zeros of two
+      int token = PACKED ? at & 63 : (at >> 2 & 31) * 2 + (at & 1);
       if (token >= left)
         asm volatile("st.shared.b16 [%0], %1;" :: "r"(v + D * PAGE * bits / 8 + 2 * at), "h"((u16)0) : "memory");
     }
@@ -485,6 +534,7 @@ DEVICE void read_pages(const Args &x, Rows &rows, Warp &warp, const u8 *k, const
   fetch(warp.k, k + to_page(x.pool, block, page, k_page), page < end ? k_page : 0, warp.bars, lane);
   fetch(warp.v, v + to_page(x.pool, block, page, v_page), page < end ? v_page : 0, warp.bars + 8, lane);
   if (n.values == 16) change_unit(rows, 1 / STEP);
+  change_zero_unit(rows.zeros, 1 / zero_unit(n.values));
   staged.put(warp.raw);
   put_queries(warp.q, warp.raw, n);
 #pragma unroll 1
@@ -505,7 +555,7 @@ DEVICE void read_pages(const Args &x, Rows &rows, Warp &warp, const u8 *k, const
         for (int c = 0; c < 4; c++)
           if (32 * (w >> 1) + 4 * (w & 1) + token + (c >> 1) >= left) s[w][c] = NONE;
     }
-    float bias[2] = {of_zeros[0][0] * CODE * warp.scale, of_zeros[0][1] * CODE * warp.scale};
+    float by = (PACKED ? 1 : CODE) * warp.scale, bias[2] = {of_zeros[0][0] * by, of_zeros[0][1] * by};
     u32 p[4][2];
     weigh<4>(p, rows, s, bias, warp.scale, n.values == 16 ? LOW_BITS : HIGH_BITS);
     wait_for(warp.bars + 8, warp.phase);
@@ -522,6 +572,7 @@ DEVICE void read_pages(const Args &x, Rows &rows, Warp &warp, const u8 *k, const
     warp.phase ^= 1;
   }
   if (n.values == 16) change_unit(rows, STEP);
+  change_zero_unit(rows.zeros, zero_unit(n.values));
 }
 
 // Slots [first, last) of a sink (slot = token) or of the window's ring (slot = token mod slots), all channels. In a pool
@@ -686,7 +737,7 @@ DEVICE void finish(const Args &x, Rows &rows, float *own, float *first, int stri
     for (int r = 0; r < 2; r++) stats[warp * 8 + 2 * i + r] = {rows.most[r], rows.sum[r]};
   for (int group = 0; group < GROUPS; group++)
     for (int r = 0; r < 2; r++) {
-      float zeros = __shfl_sync(~0u, rows.zeros[r], 4 * group + i) * CODE;
+      float zeros = __shfl_sync(~0u, rows.zeros[r], 4 * group + i) * (PACKED ? 1 : CODE);
       for (int tile = CELL / 16 * group; tile < CELL / 16 * (group + 1); tile++)
         for (int c = r; c < 4; c += 2) {
           float *to = own + (2 * i + r) * D + 16 * tile + g + 8 * (c >> 1);
