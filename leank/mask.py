@@ -24,7 +24,6 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from leank import hub, zoo
-from leank.basis import check_basis
 from leank.data_gen.amount import amount
 from leank.errors import naming
 from leank.precision import Precision
@@ -38,8 +37,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 ROUNDINGS = ("nearest", "floor", "exact", "official")
 FORMAT = "leank-channel-mask-1"
 LAYOUT_FORMAT = "leank-channel-mask-2"  # with bits per channel: a version that cannot read them refuses the file
-BASIS_FORMAT = "leank-channel-mask-3"  # with bases, too
-PACKED_FORMAT = "leank-channel-mask-4"  # with bits per channel and packed scales, perhaps with bases
+PACKED_FORMAT = "leank-channel-mask-3"  # with packed scales, too
 BITS = ("key_bits", "value_bits")
 OFF = 0.02  # share of all channels by which a mask may miss its ratio without a warning
 Line = Annotated[str, StringConstraints(pattern=r"^[^\p{Cc}\p{Zl}\p{Zp}]*$")]
@@ -78,8 +76,6 @@ class ChannelMask:
         further turns change nothing. A head without kept channels drops its middle with means as without.
     precision: in how many bits the middle's kept channels of K, and V, are stored; `keep` is where K has any. None is
         the paper's choice, the model's dtype.
-    key_basis: float32 [L, H, D, D], a basis of each head (`leank.basis`), of whose coordinates `keep` and `precision`
-        speak in place of K's channels; only with a precision. `mean_keys` are of channels. None is the paper's choice.
     """
 
     def __init__(
@@ -88,7 +84,6 @@ class ChannelMask:
         metadata: Mapping[str, object] | None = None,
         mean_keys: Tensor | None = None,
         precision: Precision | None = None,
-        key_basis: Tensor | None = None,
     ) -> None:
         """Raise ValueError for a `keep` of another type or shape, an empty one, or what else cannot be."""
         if keep.dtype != torch.bool or keep.dim() != 3 or keep.numel() == 0:
@@ -118,23 +113,14 @@ class ChannelMask:
         if precision is not None and not torch.equal(precision.keep, self.keep):
             raise ValueError("keep is not where key_bits are above 0; give ChannelMask(precision.keep, ...)")
         self.precision = precision
-        if key_basis is not None:
-            check_basis(key_basis)
-            if precision is None:
-                raise ValueError("key_basis needs bits per channel, which this mask has not; leave key_basis out")
-            if key_basis.shape[:3] != keep.shape:
-                wanted = [*keep.shape, keep.shape[-1]]
-                raise ValueError(f"key_basis has the shape {list(key_basis.shape)}; the mask needs {wanted}")
-            key_basis = key_basis.detach().cpu().clone(memory_format=torch.contiguous_format)
-        self.key_basis = key_basis
 
     def with_means(self, mean_keys: Tensor | None) -> ChannelMask:
         """Return the same kept channels with other means, or with none."""
-        return ChannelMask(self.keep, self.metadata, mean_keys, self.precision, self.key_basis)
+        return ChannelMask(self.keep, self.metadata, mean_keys, self.precision)
 
     def with_metadata(self, metadata: Mapping[str, object]) -> ChannelMask:
         """Return the same mask with other metadata."""
-        return ChannelMask(self.keep, metadata, self.mean_keys, self.precision, self.key_basis)
+        return ChannelMask(self.keep, metadata, self.mean_keys, self.precision)
 
     def for_any_model(self) -> ChannelMask:
         """Return the same mask without its model's architecture, so that any model of its shape takes it."""
@@ -154,14 +140,6 @@ class ChannelMask:
             raise ValueError(
                 f"{what} stores kept channels in the model's dtype, and this mask has bits per channel; use it in "
                 "leank.compressed_cache or the method leank, or take a mask without them"
-            )
-
-    def refuse_basis(self, what: str) -> None:
-        """Raise ValueError if the mask has bases, in whose coordinates `what` holds nothing."""
-        if self.key_basis is not None:
-            raise ValueError(
-                f"{what} holds K's channels as the model has them, and this mask has key_basis; use it in "
-                "leank.compressed_cache or the method leank, or take a layout without one (pruning.basis=channels)"
             )
 
     def refuse_packed(self, what: str) -> None:
@@ -241,14 +219,13 @@ class ChannelMask:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write safetensors with metadata and a sha256 in the header; the same mask gives the same bytes."""
-        form = FORMAT if self.precision is None else LAYOUT_FORMAT if self.key_basis is None else BASIS_FORMAT
+        form = FORMAT if self.precision is None else LAYOUT_FORMAT
         if self.precision is not None and self.precision.packed:
             form = PACKED_FORMAT
         header = {"format": form, "metadata": json.dumps(self.metadata, sort_keys=True)}
         means = {} if self.mean_keys is None else {"mean_keys": self.mean_keys}
         bits = {} if self.precision is None else {name: getattr(self.precision, name) for name in BITS}
-        basis = {} if self.key_basis is None else {"key_basis": self.key_basis}
-        write_tensors(path, {"keep": self.keep, **means, **bits, **basis}, header)
+        write_tensors(path, {"keep": self.keep, **means, **bits}, header)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> ChannelMask:
@@ -268,8 +245,7 @@ class ChannelMask:
         with naming(f"mask={path}"):
             bits = [tensors[name] for name in BITS if name in tensors]
             precision = Precision(*bits, packed=form == PACKED_FORMAT) if bits else None
-            more = tensors.get("mean_keys"), precision, tensors.get("key_basis")
-            return cls(tensors["keep"], metadata, *more)._doubted(path)
+            return cls(tensors["keep"], metadata, tensors.get("mean_keys"), precision)._doubted(path)
 
     @classmethod
     def from_pretrained(cls, name: str | os.PathLike, revision: str | None = None) -> ChannelMask:
@@ -296,7 +272,6 @@ class ChannelMask:
             "kept": int(counts.sum()), "channels": self.keep.numel(),
             "empty": int((counts == 0).sum()), "means": self.mean_keys is not None, "doubts": self.doubts(),
             "licence": licence, "bytes": None if self.precision is None else self.middle_bytes,
-            "basis": self.key_basis is not None,
         }  # fmt: skip
         hub.write_folder(folder, self.metadata, facts, None if repo is None else f"{hub.PREFIX}{repo}")
 
@@ -432,8 +407,8 @@ def check_ratio(shape: Sequence[int], ratio: float, align: int, rounding: str, n
 
 def _read(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, object], str]:
     cure = "copy it again, or train again"
-    tensors, header = read_tensors(path, {"keep"}, cure, {"format", "metadata"}, {"mean_keys", *BITS, "key_basis"})
-    if (form := header.get("format")) not in (FORMAT, LAYOUT_FORMAT, BASIS_FORMAT, PACKED_FORMAT):
+    tensors, header = read_tensors(path, {"keep"}, cure, {"format", "metadata"}, {"mean_keys", *BITS})
+    if (form := header.get("format")) not in (FORMAT, LAYOUT_FORMAT, PACKED_FORMAT):
         raise ValueError(f"mask={path} is a safetensors file, but not one that ChannelMask.save wrote")
     try:
         metadata = json.loads(header["metadata"])
@@ -443,8 +418,6 @@ def _read(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, object]
         raise DamagedFile(path, "its header is not what was written", cure)
     if {*BITS} & {*tensors} != (set() if form == FORMAT else {*BITS}):
         raise DamagedFile(path, "its header and its bits per channel do not belong together", cure)
-    if form != PACKED_FORMAT and ("key_basis" in tensors) != (form == BASIS_FORMAT):
-        raise DamagedFile(path, "its header and its key_basis do not belong together", cure)
     return tensors, metadata, form
 
 

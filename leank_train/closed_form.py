@@ -1,7 +1,6 @@
 """The closed form: what each width of K and V costs by itself, from gradients of a few documents, without a step.
 
-`closed_form` measures the losses that `leank.allocation` gives bytes by; `key_bases` finds coordinates of K in which
-they are smaller.
+`closed_form` measures the losses that `leank.allocation` gives bytes by.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from leank.backbone import Backbone
@@ -37,7 +35,6 @@ from leank_train.settings import RunConfig
 from leank_train.stages import read
 
 DRAWS = 4  # of the closed form: labels drawn for each answer token
-SHRINK = 0.02  # share of their mean by which variances grow, so that no basis is nearly singular
 # Times a document's number, added to the run's seed, this seeds its draws, whichever rank has it. A CPU's generator
 # takes the lower 32 bits of a seed alone.
 DOCUMENT_SEEDS = 1_000_003
@@ -86,10 +83,7 @@ class CalibrationPass(StoredPass):
         return self.leaves[layer, part]
 
 
-def closed_form(
-    current: Run, backbone: Backbone, means: Tensor | None, signals: Signals | None = None,
-    key_basis: Tensor | None = None,
-) -> Losses:  # fmt: skip
+def closed_form(current: Run, backbone: Backbone, means: Tensor | None, signals: Signals | None = None) -> Losses:
     """Return the expected KL to dense, in nats an answer token, that each width costs by itself.
 
     It is the KL's second order in an error e of keys, values or a head's attention: E[(g . e)^2] / 2, where g is the
@@ -100,8 +94,6 @@ def closed_form(
     Documents are those of the run's tasks, which no step trains on, and which the processes divide among themselves.
     After each one of every process the folder of the run has what was found so far, from which the same command goes
     on, with any number of processes. A signal to any process ends all.
-
-    key_basis: [L, H, D, D], in whose coordinates keys are stored; None = in their channels.
     """
     config, (layers, heads, dim) = current.config, backbone.shape
     device = backbone.model.device
@@ -119,7 +111,7 @@ def closed_form(
                 backbone.model, batch, config.trainer.prefill_kernel, means, config.pruning.sink, division.ranks
             )
             of_one = Losses(*(torch.zeros_like(total) for total in sums))
-            for _ in _second_order(config, backbone, batch, prefix, question, generator, of_one, division, key_basis):
+            for _ in _second_order(config, backbone, batch, prefix, question, generator, of_one, division):
                 meter.update()
             if not counts:
                 for one in of_one:
@@ -133,69 +125,6 @@ def closed_form(
                 write_checkpoint(_kept(current), state | {k: v.cpu() for k, v in sums._asdict().items()})
             division.leave_together(signals, device)
     return Losses(*(total / count for total in sums))
-
-
-def key_bases(current: Run, backbone: Backbone, means: Tensor | None, signals: Signals | None = None) -> Tensor:
-    """Return the basis of every KV head in whose coordinates errors of keys and keys are uncorrelated, [L, H, D, D].
-
-    An error e of a key costs E[(g . e)^2] / 2 = tr(G E[e e^T]) / 2, g as in `closed_form`, G = E[g g^T]. Scales follow
-    the keys of a page, whose covariance is S. In the basis B = G^1/2 U, U the eigenvectors of G^1/2 S G^1/2, G
-    becomes 1 and S diagonal: no basis has a smaller product of the coordinates' variances, which is what high rates
-    cost. Columns have length 1 then, which changes no code.
-
-    Documents are others than those of `closed_form`, for coordinates that were chosen by some documents lose less there
-    than anywhere else. The folder of the run keeps the bases, and the same command reads them.
-    """
-    config, (layers, heads, dim) = current.config, backbone.shape
-    file, cure = current.out / "checkpoints" / "key_basis.ckpt", "remove it, and the bases are found anew"
-    if file.exists():
-        state = read_checkpoint(file, cure)
-        check_origin(state, _origin(current), file, cure)
-        with restoring(file, cure):
-            return state["key_basis"].view(layers, heads, dim, dim)
-    device, count, division = backbone.model.device, config.data.calibration, Division.of(config.trainer)
-    total = torch.zeros(2, layers, heads, dim, dim, dtype=torch.float64, device=device)
-    documents = config.mixture(backbone, per_length=config.data.documents * division.width)
-    none = Losses(*(total.new_zeros(shape) for shape in ((layers, heads, dim), (layers, heads), (layers, heads))))
-    phase = f"bases: in which errors of keys are uncorrelated, from {amount(count, 'document')}"
-    with Meter(phase, count, "document", silent=not division.first) as meter:
-        for i, counts, done in division.rounds(count):
-            batch = collate(backbone, [documents[3 * HELD_OUT + count + i]]).to(device)
-            generator = torch.Generator(device).manual_seed(config.seed + DOCUMENT_SEEDS * (count + i))
-            prefix, question, _ = read(backbone.model, batch, config.trainer.prefill_kernel, means, config.pruning.sink)
-            of_one = torch.zeros_like(total)
-            for _ in _second_order(
-                config, backbone, batch, prefix, question, generator, none, division, None, of_one[0]
-            ):
-                pass
-            for layer, keys in enumerate(prefix.keys):
-                middle = keys[:, :, config.pruning.sink :].double()
-                pages = middle[:, :, : middle.shape[2] // GROUP * GROUP].unflatten(2, (-1, GROUP))
-                apart = (pages - pages.mean(3, keepdim=True)).flatten(2, 3)
-                of_one[1, layer] = (apart.mT @ apart).sum(0)
-            total += of_one * counts
-            meter.update(done - meter.n)
-            division.leave_together(signals, device)
-    division.sum_(total)
-    found = uncorrelated(*total).cpu()
-    if current.first:
-        write_checkpoint(file, {"of": _origin(current), "key_basis": found})
-    return found
-
-
-def uncorrelated(weights: Tensor, keys: Tensor) -> Tensor:
-    """Return B, float32, for which B^-1 weights B^-T and B^T keys B are diagonal; symmetric float64 [..., D, D] all.
-
-    Both count as if their diagonals were larger by `SHRINK` of its mean.
-    """
-    of_errors, of_keys = (
-        x + (SHRINK * x.diagonal(dim1=-2, dim2=-1).mean(-1) + 1e-30)[..., None, None] * torch.eye(x.shape[-1]).to(x)
-        for x in (weights, keys)
-    )
-    values, vectors = torch.linalg.eigh(of_errors)
-    half = (vectors * values.sqrt()[..., None, :]) @ vectors.mT
-    basis = half @ torch.linalg.eigh(half @ of_keys @ half).eigenvectors.flip(-1)
-    return F.normalize(basis, dim=-2, eps=0).float()
 
 
 def _kept(current: Run) -> Path:
@@ -221,20 +150,17 @@ def _go_on(current: Run, sums: Losses) -> int:
 
 def _second_order(
     config: RunConfig, backbone: Backbone, batch: Batch, prefix: Prefix, question: Branch, generator: torch.Generator,
-    losses: Losses, division: Division, key_basis: Tensor | None = None, weights: Tensor | None = None,
+    losses: Losses, division: Division,
 ) -> Iterator[None]:  # fmt: skip
     """Add what the widths cost on one document to the losses, and yield after every pass.
 
     Where processes have a share of the document each, the losses of all together are the document's.
-    weights: [L, H, D, D], to which E[g g^T] of keys is added in place of losses; None = losses.
     """
     model, pruning, answers, (keys, values, empty) = backbone.model, config.pruning, batch.answers, losses
     whole = torch.full((*keys.shape[:2], keys.shape[2] + 2), float(WHOLE), device=keys.device)
     whole[..., -1] = 1  # the last one is no width, but the share of a head that is there
     positions, k_positions = answer_positions(question, answers.ids, answers.lengths)
-    state = CalibrationPass(
-        prefix, question, positions, k_positions, whole, pruning.sink, pruning.window, "zero", key_basis=key_basis
-    )
+    state = CalibrationPass(prefix, question, positions, k_positions, whole, pruning.sink, pruning.window, "zero")
     hidden = run_decoder(model, answers.ids, to_device(positions, answers.ids.device), state)
     rows = to_device(counted(answers.lengths, hidden.shape[1]).flatten().nonzero().squeeze(1), hidden.device)
     yield
@@ -252,9 +178,6 @@ def _second_order(
             empty[layer] += of_branches.square().sum(0) * factor * division.leads
         for number, ((layer, part), (k, v)) in enumerate(state.leaves.items()):
             d_k, d_v = (x.double() for x in found[2 * number : 2 * number + 2])
-            if weights is not None:
-                weights[layer] += factor * (d_k.mT @ d_k).sum(0)
-                continue
             lacking, counts = (d_k * k.detach()).sum(2), factor * (part == 0 or division.leads)
             if division.ranks is not None and part == 0:
                 dist.all_reduce(lacking, group=division.ranks)

@@ -168,7 +168,7 @@ def judge(
     layouts = masks[MASK].precision is not None
     ratios = {name: mask.pruning_ratio for name, mask in masks.items() if not layouts}
     shares = {name: mask.middle_bytes for name, mask in masks.items() if layouts}
-    compared: dict[str, Tensor | ChannelMask | Kivi] = {name: m if layouts else m.keep for name, m in masks.items()}
+    compared: dict[str, Tensor | Precision | Kivi] = {name: m.precision or m.keep for name, m in masks.items()}
     compared[NO_MIDDLE] = torch.zeros(tuple(backbone.shape), dtype=torch.bool)
     if layouts:
         rivals = {name: Kivi.of(backbone.shape, bits) for name, bits in KIVI.items()}
@@ -187,7 +187,7 @@ def judge(
 
 
 def _measure(
-    config: RunConfig, backbone: Backbone, documents: int, compared: Mapping[str, Tensor | ChannelMask | Kivi],
+    config: RunConfig, backbone: Backbone, documents: int, compared: Mapping[str, Tensor | Precision | Kivi],
     mean_keys: Tensor | None, signals: Signals | None,
 ) -> list[list[float]]:  # fmt: skip
     """Return KL to dense under each of `compared`, on documents of the run's tasks, and then on as many of text."""
@@ -217,7 +217,7 @@ def mixtures(config: RunConfig, backbone: Backbone) -> dict[str, Mixture]:
 
 @torch.no_grad()
 def _divergences(
-    config: RunConfig, backbone: Backbone, batch: Batch, masks: Mapping[str, Tensor | ChannelMask | Kivi],
+    config: RunConfig, backbone: Backbone, batch: Batch, masks: Mapping[str, Tensor | Precision | Kivi],
     mean_keys: Tensor | None, ranks: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, float]]:  # fmt: skip
     """Yield KL to dense under each `keep`, layout and KIVI; the document and its questions are read once."""
@@ -230,9 +230,7 @@ def _divergences(
         if isinstance(keep, Tensor):
             pruned = student(*given, keep.to(model.device, torch.float32), **how)
         else:
-            group, basis = (keep.group, None) if isinstance(keep, Kivi) else (None, keep.key_basis)
-            assert keep.precision is not None
-            widths = widths_of(keep.precision).to(model.device, torch.float32)
-            packed = keep.precision.packed
-            pruned = stored_student(*given, widths, **how, group=group, key_basis=basis, packed=packed)
+            layout, group = (keep.precision, keep.group) if isinstance(keep, Kivi) else (keep, None)
+            widths = widths_of(layout).to(model.device, torch.float32)
+            pruned = stored_student(*given, widths, **how, group=group, packed=layout.packed)
         yield name, float(kl_loss(head, full, pruned, batch.answers.lengths))

@@ -432,12 +432,12 @@ def _middles(mask: MaskLike | list[Middle] | None, config: PreTrainedConfig) -> 
     if isinstance(mask, list) and all(isinstance(middle, Middle) for middle in mask):
         found: list[Middle] = mask or [Middle()]
     else:
-        keep, more = layer_masks(mask, config), dict[str, Any]()
+        keep, means, layout = layer_masks(mask, config), None, None
         if isinstance(mask, ChannelMask):
-            codecs = None if mask.precision is None else banded.codecs(mask.precision)
-            more = {"bits": codecs, "center": mask.mean_keys, "key_basis": mask.key_basis}
-            more = {name: of_layers for name, of_layers in more.items() if of_layers is not None}
-        found = [Middle(k, **{name: of[i] for name, of in more.items()}) for i, k in enumerate(keep)]
+            means, layout = mask.mean_keys, mask.precision
+        centers = [None] * len(keep) if means is None else list(means)
+        bits = [None] * len(keep) if layout is None else banded.codecs(layout)
+        found = [Middle(k, bits=b, center=c) for k, b, c in zip(keep, bits, centers, strict=True)]
     shapes = [(len(found), *m.channels.shape[-2:]) for m in found if m.channels is not None]
     for shape in shapes or [(len(found), *expected[1:])]:
         if shape != expected:

@@ -203,7 +203,6 @@ class CompressedLayer(DynamicLayer):
         assert isinstance(values, Tensor)
         self.keys = self.values = None
         scale = 1 / math.sqrt(q.shape[-1]) if scaling is None else scaling
-        q = store.asking(q)
         if new == 1 or self.record_past:
             return self._pass(store, q, keys, values, real, scale, softmax)
         outs = []

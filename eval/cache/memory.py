@@ -113,7 +113,7 @@ def measure(layers: Iterable[Any], scratch: dict[str, Tensor]) -> Memory:
         if isinstance(layer, CompressedLayer) and layer.store is not None:
             total += measure_store(layer.store, layer.backend)
             of_mask = vars(layer.middle).items()  # but for what the store counts
-            own = [t for name, t in of_mask if name not in ("center", "key_basis") and isinstance(t, Tensor)]
+            own = [t for name, t in of_mask if name != "center" and isinstance(t, Tensor)]
             masks.update(map(_storage, own))
         parts = layer.states if isinstance(layer, StateLayer) else (layer.keys, layer.values)
         held = [t for t in parts if isinstance(t, Tensor)]

@@ -39,8 +39,6 @@ class Rules(NamedTuple):
     bits: (K, V) -> (K, V), each [n, D]: tokens that enter the middle together, as they are read; None = as given (bits)
     reads: (q [G, c], K [n, c]) -> bool [G, n]: what each query head reads of the middle; None = every token (reads)
     stays: scores [n] -> bool [n]: which tokens of the middle stay after a flush; None = all (tokens)
-    key_basis: [D, D], in whose coordinates the middle holds its keys (`leank.basis`): `channels` and `bits` speak of
-        coordinates, `center` of channels; None = as they come (channels)
     absolute: whether the middle ends at multiples of `flush` alone, counted from the first token
     """
 
@@ -55,7 +53,6 @@ class Rules(NamedTuple):
     reads: Callable[[Tensor, Tensor], Tensor] | None = None
     stays: Callable[[Tensor], Tensor] | None = None
     absolute: bool = False
-    key_basis: Tensor | None = None
 
 
 @dataclass
@@ -122,19 +119,15 @@ class Head:
         softcap, sink_logits: see `weights`
         """
         rules, keep = self.rules, self.rules.channels
-        asked, center = q, rules.center  # of the middle
-        if rules.key_basis is not None:
-            basis = rules.key_basis.to(q.dtype)
-            asked, center = q @ basis.inverse().T, None if center is None else center.to(q.dtype) @ basis
-        beyond = 0 if center is None else asked[:, ~keep] @ center[~keep].to(q.dtype)  # [G], of pruned channels
+        beyond = 0 if rules.center is None else q[:, ~keep] @ rules.center[~keep].to(q.dtype)  # [G], of pruned channels
         logits = [q @ token.k for token in self.sink]
-        logits += [asked[:, keep] @ token.k + beyond for token in self.middle]
+        logits += [q[:, keep] @ token.k + beyond for token in self.middle]
         logits += [q @ token.k for token in self.window]
         seen = torch.ones(len(q), len(logits), dtype=torch.bool)
         if rules.reads is not None and self.middle:
             begin = len(self.sink)
             seen[:, begin : begin + len(self.middle)] = rules.reads(
-                asked[:, keep], torch.stack([token.k for token in self.middle])
+                q[:, keep], torch.stack([token.k for token in self.middle])
             )
         weight = weights(torch.stack(logits, -1) * scaling, seen, softcap, sink_logits)  # [G, n]
         out, all_values = torch.zeros_like(q), torch.ones_like(keep)
@@ -147,12 +140,11 @@ class Head:
         return out
 
     def _enter(self, tokens: list[Token]) -> None:
-        """Tokens enter the middle together: in coordinates, rounded, then without the pruned channels."""
+        """Tokens enter the middle together: rounded, then without the pruned channels."""
         rules = self.rules
         if not tokens or not rules.channels.any():
             return
         k, v = torch.stack([token.k for token in tokens]), torch.stack([token.v for token in tokens])
-        k = k if rules.key_basis is None else k @ rules.key_basis.to(k.dtype)
         if rules.bits is not None:
             k, v = rules.bits(k, v)
         for token, own_k, own_v in zip(tokens, k, v, strict=True):

@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
-from leank.basis import check_basis
 from leank.data_gen.task import LONGEST
 from leank.eval.cache.fingerprint import computing_device, model_digest
 from leank.eval.cache.layer import CompressedLayer, State
@@ -107,8 +106,7 @@ def _compressed(layer: CompressedLayer) -> dict[str, Tensor]:
         tensors["joins"] = middle.joins.bool()
     if isinstance(middle.bits, Banded):
         tensors |= middle.bits.tensors()
-    more = {"center": middle.center, "key_basis": middle.key_basis}
-    return tensors | {name: tensor.float() for name, tensor in more.items() if tensor is not None}
+    return tensors if middle.center is None else {**tensors, "center": middle.center.float()}
 
 
 def _sliding(layer: Any) -> dict[str, Tensor]:
@@ -156,8 +154,6 @@ class Saved:
                 if packed != packed[:1] * len(packed):
                     raise ValueError("some of its layers have packed scales, and others not")
                 layouts.update(zip(banded, codecs(Precision(*bits, packed=packed[0])), strict=True))
-            if bases := [own["key_basis"] for own in self.layers if "key_basis" in own]:
-                check_basis(torch.stack(bases))
             self.middles = [
                 Middle(
                     own.get("channels"),
@@ -165,7 +161,6 @@ class Saved:
                     own.get("joins"),
                     Packing(*pages) if pages else layouts.get(i),
                     center=own.get("center"),
-                    key_basis=own.get("key_basis"),
                 )
                 for i, (own, pages) in enumerate(zip(self.layers, self.header.packing, strict=True))
             ]
@@ -193,7 +188,6 @@ class Saved:
             "center": (mask.mean_keys, "mean keys"),
             "key_bits": (keys, "bits of K"),
             "value_bits": (values, "bits of V"),
-            "key_basis": (mask.key_basis, "bases of K"),
         }
         for name, (theirs, what) in wanted.items():
             for i in self.compressed:

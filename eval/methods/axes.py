@@ -120,10 +120,6 @@ class Channels(Axis, ABC):
         """In how many bits the channels of K, and V, are stored; None leaves that to the axis of bits."""
         return None
 
-    def key_basis(self) -> Tensor | None:
-        """In whose coordinates K is held, [L, H, D, D], with a precision alone; None = in its channels."""
-        return None
-
     def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[np.ndarray, np.ndarray] | None:
         """How many channels of K and of V each head keeps, each [L, H]; None if they depend on the prompt."""
         return None

@@ -88,12 +88,6 @@ class Method(Checked):
                 )
             with naming(f"method.{self.label}"):
                 banded.check_flush(self.flush)
-            in_bases = self.channels is not None and self.channels.key_basis() is not None
-            if in_bases and self.reads is not None and hasattr(self.reads, "labels"):
-                raise ValueError(
-                    f"method.{self.label}: method.{self.label}.reads={name_of(self.reads)} labels channels of K, and "
-                    "its mask holds K in bases; leave out reads, or take a layout without (pruning.basis=channels)"
-                )
         return found
 
     def config(self) -> dict[str, Any]:
@@ -150,7 +144,6 @@ class Method(Checked):
         channels = None if self.channels is None else self.channels.keep_mask(prefill, config)
         values = None if self.channels is None else self.channels.keep_value_mask(prefill, config)
         means = None if self.channels is None else self.channels.mean_keys()
-        bases = None if self.channels is None else self.channels.key_basis()
         layout = self.layout()
         codecs: list[Codec | None] = [None] * len(prefill.layers)
         if layout is not None:
@@ -169,7 +162,6 @@ class Method(Checked):
                 if self.tokens is not None and isinstance(layer, PromptLayer)
                 else None,
                 center=None if means is None else means[index],
-                key_basis=None if bases is None else bases[index],
             )
             for index, layer in enumerate(prefill.layers)
         ]

@@ -240,7 +240,6 @@ def page_layout(
     ranks: int = 1,
 ) -> AnyLayout:  # fmt: skip
     """The pages of a mask, or of its layout of bits; see `PageLayout.of` and `CodedLayout.of`."""
-    mask.refuse_basis("a server's page")
     mask.refuse_packed("a server's page")
     if mask.precision is None:
         return PageLayout.of(mask.keep, block, sink, window, hits, rank, ranks)

@@ -51,7 +51,6 @@ class ServerSettings(Checked):
         mask = mask_file(given["mask"]).resolve()
         loaded = ChannelMask.load(mask)
         with naming(f"{NAMES['mask']}={given['mask']}"):
-            loaded.refuse_basis("the vLLM plug-in")
             loaded.refuse_packed("the vLLM plug-in")
         trained = OF_LAYOUTS if loaded.precision is not None else loaded.metadata
         sizes = {name: str(given.get(name, trained.get(name, DEFAULTS[name]))) for name in DEFAULTS}

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from leank.basis import coordinates, of_queries
 from leank.eval.cache.attention.softmax import Softmax
 from leank.eval.cache.storage.quantised import quantise, quantise_packed, restore, restore_packed
 from leank.precision import GROUP, KEY_BITS, VALUE_BITS, WHOLE, Precision, value_group
@@ -77,19 +76,16 @@ class StoredPass(ScaledPass):
 
     widths: real [L, H, D + 2], of the channels of K, and of V; then the head's share.
     group: numbers that share a scale; None has the sizes of layouts.
-    key_basis: [L, H, D, D], in whose coordinates keys are stored (`leank.basis`); None = in their channels.
     packed: whether scales are.
     """
 
     def __init__(
         self, prefix: Prefix, question: Branch, positions: Tensor, k_positions: Tensor, widths: Tensor, sink: int,
-        window: int, empty_heads: str, group: int | None = None, key_basis: Tensor | None = None, packed: bool = False,
+        window: int, empty_heads: str, group: int | None = None, packed: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(prefix, question, positions, k_positions, widths, sink, window, empty_heads)
         self.packed = packed
         self.group, self.widths, self.of_documents = group, self.alpha, self.alpha
-        self.key_basis = None if key_basis is None else key_basis.to(prefix.device)
-        self.query_basis = None if key_basis is None else of_queries(key_basis).to(prefix.device)
         self.first_token, documents = sink, len(prefix.lengths)
         self.before = [_last_real(at, documents) for at in (prefix.k_positions, question.k_positions, k_positions)]
         self.used = {p.part for p in self.plan.pieces if p.scaled}
@@ -112,8 +108,6 @@ class StoredPass(ScaledPass):
                 "set stage1.steps=0 for the closed form, or learn a mask with pruning.learns=scores"
             )
         keys, values = self.parts(layer, k, v)
-        if self.key_basis is not None and self.query_basis is not None:
-            q, keys = coordinates(q, self.query_basis[layer]), [coordinates(x, self.key_basis[layer]) for x in keys]
         of_keys, share = self.widths[layer][:, :-2], self.widths[layer][:, -1:]  # [H, D], [H, 1]
         weight = 1 - (1 - CLOSED) * (1 - share)  # exactly 1 for a head that is stored
         # the last spare channels are 0; the first one adds log(weight) to the logits of the middle
@@ -190,16 +184,16 @@ class WholePass(StoredPass):
 def stored_student(
     model: PreTrainedModel, prefix: Prefix, question: Branch, answer_ids: Tensor, lengths: Sequence[int] | Tensor,
     widths: Tensor, *, sink: int, window: int, empty_heads: str, rounds: bool = True, group: int | None = None,
-    key_basis: Tensor | None = None, packed: bool = False,
+    packed: bool = False,
 ) -> Tensor:  # fmt: skip
     """Run the answer tokens over a middle at real widths, [L, H, D + 2]; the rest is as in `branching.student`.
 
     rounds: whether numbers are rounded to their widths; else a key's channel fades below `LEAST`, and no more.
-    group, key_basis, packed: as in `StoredPass`.
+    group, packed: as in `StoredPass`.
     """
     positions, k_positions = answer_positions(question, answer_ids, lengths)
     kind = StoredPass if rounds else WholePass
-    how = (sink, window, empty_heads, group, key_basis, packed)
+    how = (sink, window, empty_heads, group, packed)
     state = kind(prefix, question, positions, k_positions, widths, *how)
     hidden = run_decoder(model, answer_ids, to_device(positions, answer_ids.device), state)
     return hidden + 0.0 * widths.sum() if widths.requires_grad and not hidden.requires_grad else hidden

@@ -23,7 +23,7 @@ class Factors(Masks):
 
     where: ClassVar = "on masks by factors or of the closed form, without pruning.bytes"
     elsewhere: ClassVar = {
-        **OF_SCORES, "pruning.learns": ..., "pruning.basis": "channels", "pruning.scales": "whole", "pruning.bytes": ...
+        **OF_SCORES, "pruning.learns": ..., "pruning.scales": "whole", "pruning.bytes": ...
     }  # fmt: skip
 
     def learn(self, training: Training) -> Learned:

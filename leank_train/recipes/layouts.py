@@ -29,7 +29,7 @@ from leank.mask import ChannelMask
 from leank.precision import KEY_BITS, VALUE_BITS, WHOLE
 from leank.shape import DecoderShape
 from leank.typed import OneOf, Share
-from leank_train.closed_form import Losses, closed_form, key_bases
+from leank_train.closed_form import Losses, closed_form
 from leank_train.data import Batch
 from leank_train.forward.branching import Branch, Prefix
 from leank_train.forward.stored import stored_student
@@ -55,9 +55,6 @@ class LayoutPruning(PruningConfig):
     # a budget, the share of dense's bytes that the middle may take
     bytes: Annotated[float, Gt(0), Le(1), "it is a share of dense's bytes, e.g. 0.3"]
     nested: Sequence[Annotated[Share, "it is a share of dense's bytes, e.g. 0.3"]] = ()  # other budgets
-    # what has bits of its own: K's "channels", or coordinates in a basis of each of the "heads", which the closed form
-    # finds (`leank_train.closed_form.key_bases`) and the mask's file holds
-    basis: Annotated[str, OneOf("channels", "heads")] = "channels"
     # scales and zero points: "whole", two numbers in the model's dtype, or "packed" into 16 bits
     scales: Annotated[str, OneOf("whole", "packed")] = "whole"
 
@@ -85,13 +82,8 @@ class Layouts(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        pruning, together = self.pruning, self.trainer.sequence_parallel
-        need(0 not in pruning.nested, f"pruning.nested={list(pruning.nested)} has the budget 0; leave it out")
-        need(
-            pruning.basis == "channels" or together == 1,
-            f"pruning.basis={pruning.basis} needs whole documents; set trainer.sequence_parallel=1 in place of "
-            f"{together}, or pruning.basis=channels",
-        )
+        nested = self.pruning.nested
+        need(0 not in nested, f"pruning.nested={list(nested)} has the budget 0; leave it out")
 
     def check_shape(self, shape: DecoderShape) -> None:
         try:
@@ -105,11 +97,9 @@ class Layouts(Recipe):
         Beside the layouts are those of the closed form, and equal bits.
         """
         pruning, backbone = self.pruning, training.backbone
-        given = training.current, backbone, training.means, training.signals
-        basis = key_bases(*given) if pruning.basis == "heads" else None
-        closed = closed_form(*given, basis)
+        closed = closed_form(training.current, backbone, training.means, training.signals)
         stage = LayoutStage(
-            backbone, self.stage1, pruning, closed, pruning.budgets[0], basis, parallel=self.trainer,
+            backbone, self.stage1, pruning, closed, pruning.budgets[0], parallel=self.trainer,
             mean_keys=training.means,
         )  # fmt: skip
         record = training.fit(stage, "stage1")
@@ -121,7 +111,7 @@ class Layouts(Recipe):
             for budget, layout in zip(pruning.budgets, found, strict=True):
                 own = MASK if kind == "layout" else kind
                 name = own if budget == pruning.bytes else f"{kind}_{100 * budget:.12g}pct"
-                masks[name] = ChannelMask(layout.keep, {**metadata, "bytes": budget}, training.means, layout, basis)
+                masks[name] = ChannelMask(layout.keep, {**metadata, "bytes": budget}, training.means, layout)
         for bits in VALUE_BITS[:3]:
             layout = equal(backbone.shape, bits, pruning.packed)
             masks[f"{EQUAL}_{bits}bits"] = ChannelMask(layout.keep, metadata, None, layout)
@@ -151,9 +141,9 @@ class LayoutStage(Stage):
 
     def __init__(
         self, backbone: Backbone, config: StageConfig, pruning: PruningConfig, closed: Losses, lowest: float,
-        key_basis: Tensor | None = None, **more: Any,
+        **more: Any,
     ) -> None:  # fmt: skip
-        """Start at the losses of the closed form in this basis, None = of channels; see `Stage`.
+        """Start at the losses of the closed form; see `Stage`.
 
         lowest: the lowest budget to learn.
         """
@@ -161,7 +151,7 @@ class LayoutStage(Stage):
         if config.lr == AUTO:
             config = replace(config, lr=RATE / max(1, config.steps) ** 0.5)
         super().__init__(backbone, config, pruning, torch.full((layers, heads, dim // align + 2), 0.5), **more)
-        self.lowest, self.key_basis = lowest, key_basis
+        self.lowest = lowest
         self.closed = Losses(*(losses.detach().double().cpu() for losses in closed))
         keys, values, empty = self.closed
         order, self.blocks = blocks(keys, align)
@@ -255,7 +245,7 @@ class LayoutStage(Stage):
             self.backbone.model, prefix, question, batch.answers.ids, batch.answers.lengths,
             self.widths(self.fills(self.waterline(self.budget()))),
             sink=self.pruning.sink, window=self.pruning.window, empty_heads=self.config.empty_heads,
-            rounds=self.rounds, key_basis=self.key_basis, packed=self.pruning.packed,
+            rounds=self.rounds, packed=self.pruning.packed,
         )  # fmt: skip
 
     def training_step(self, batch: Batch, index: int) -> dict[str, Tensor]:

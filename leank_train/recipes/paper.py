@@ -60,7 +60,6 @@ class Paper(Masks):
     elsewhere: ClassVar = {
         "pruning.learns": ...,
         "pruning.nested": [],
-        "pruning.basis": "channels",
         "pruning.scales": "whole",
         "pruning.bytes": ...,
     }

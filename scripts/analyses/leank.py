@@ -194,7 +194,6 @@ def kept_by_pair(
     task, length, samples: what ThinK sees; samples=0 leaves it out.
     """
     mask = source.need_mask()
-    mask.refuse_basis("kept_by_pair")
     layers, _, dim = mask.keep.shape
     pairs = (torch.arange(dim) % (dim // 2)).expand(layers, dim)
     if source.model is not None:

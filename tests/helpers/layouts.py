@@ -15,17 +15,10 @@ def layout(shape, seed, keys=KEY_BITS, values=VALUE_BITS, packed=False):
     return Precision(of_keys, of_values, packed=packed)
 
 
-def layout_mask(shape, seed, key_basis=None, **layouts):
+def layout_mask(shape, seed, **layouts):
     """A mask with a layout at random."""
     precision = layout(shape, seed, **layouts)
-    return ChannelMask(precision.keep, precision=precision, key_basis=key_basis)
-
-
-def random_bases(shape, seed):
-    """Bases at random of every KV head [L, H, D], whose condition numbers are 4."""
-    generator = torch.Generator().manual_seed(seed)
-    left, right = torch.linalg.qr(torch.randn(2, *shape, shape[-1], generator=generator, dtype=torch.float64)).Q
-    return (left * torch.linspace(0.5, 2, shape[-1], dtype=torch.float64) @ right).float()
+    return ChannelMask(precision.keep, precision=precision)
 
 
 def random_losses(seed, heads=2, blocks=2):

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from leank import backbone as backbones
 from leank.allocation import Grid, allocate, blocks, channel_scores, first_gains, gains, key_costs, value_costs
-from leank.basis import check_basis
 from leank.head import Head
 from leank.mask import ChannelMask
 from leank.precision import KEY_BITS, ROOM, VALUE_BITS
@@ -120,27 +119,6 @@ def test_a_closed_form_that_was_stopped_goes_on_from_its_last_document(model_fol
         run(config, tmp_path / "stopped")
 
 
-def test_a_run_finds_bases_of_heads_and_a_stopped_one_keeps_them(model_folder, tmp_path, monkeypatch):
-    config = settings(model_folder, *LAYOUTS, "pruning.basis=heads", "stage1.steps=2", "validation.heldout=1")
-    metrics = run(config, tmp_path)
-    mask = ChannelMask.load(tmp_path / "mask.safetensors")
-    small, closed, equal = (
-        ChannelMask.load(tmp_path / f"masks/{name}.safetensors")
-        for name in ("layout_15pct", "closed_form", "equal_2bits")
-    )
-    assert torch.equal(mask.key_basis, small.key_basis)
-    assert torch.equal(mask.key_basis, closed.key_basis)
-    assert equal.key_basis is None
-    torch.testing.assert_close(mask.key_basis.norm(dim=-2), torch.ones(mask.keep.shape))
-    assert 0 < mask.middle_bytes <= 0.3
-    assert metrics["verdict"]["kl"]["leank"]["tasks"] >= 0
-    monkeypatch.setattr(closing, "uncorrelated", None)  # the same command finds none anew
-    (tmp_path / "mask.safetensors").unlink()
-    (tmp_path / "metrics.json").unlink()
-    run(settings(model_folder, *LAYOUTS, "pruning.basis=heads", "stage1.steps=2", "validation.heldout=0"), tmp_path)
-    assert torch.equal(ChannelMask.load(tmp_path / "mask.safetensors").key_basis, mask.key_basis)
-
-
 def test_a_run_packs_scales(finished, model_folder, tmp_path):
     """Every layout of it, and what they cost is what fits."""
     config = settings(model_folder, *LAYOUTS, "pruning.scales=packed", "stage1.steps=2", "validation.heldout=1")
@@ -153,21 +131,6 @@ def test_a_run_packs_scales(finished, model_folder, tmp_path):
     assert packed.middle_bytes <= 0.3
     assert packed.key_bits.sum() + packed.value_bits.sum() > whole.key_bits.sum() + whole.value_bits.sum()
     assert metrics["verdict"]["bytes"]["equal_2bits"] == mask.middle_bytes
-
-
-@pytest.mark.parametrize("rank", [0, 3, 40])
-def test_in_the_bases_neither_errors_nor_keys_are_correlated(rank):
-    generator = torch.Generator().manual_seed(rank)
-    errors, keys = (x @ x.mT for x in torch.randn(2, 2, 3, 16, rank, generator=generator, dtype=torch.float64))
-    basis = closing.uncorrelated(errors, keys)
-    check_basis(basis)
-    torch.testing.assert_close(basis.norm(dim=-2), torch.ones(2, 3, 16))
-    inverse, eye = torch.linalg.inv(basis.double()), torch.eye(16, dtype=torch.float64)
-    for moment, turn in ((errors, inverse), (keys, basis.double().mT)):
-        level = closing.SHRINK * moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] + 1e-30
-        found = turn @ (moment + level * eye) @ turn.mT
-        size = found.diagonal(dim1=-2, dim2=-1).sqrt()
-        assert ((found / (size[..., :, None] * size[..., None, :]) - eye).abs() < 1e-3).all()
 
 
 def test_without_steps_the_closed_form_gives_the_layouts(finished, model_folder, tmp_path):

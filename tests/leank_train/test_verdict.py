@@ -109,8 +109,7 @@ def test_kivi_is_a_layout_with_cells_of_its_own_size(model_folder):
     config = check(settings(model_folder))
     backbone = backbones.load(str(model_folder), "float32")
     batch = collate(backbone, [mixtures(config, backbone)[TASKS][2 * HELD_OUT]])
-    layout = equal(backbone.shape, 2)
-    forms = {"layout": ChannelMask(layout.keep, precision=layout)}
+    forms = {"layout": equal(backbone.shape, 2)}
     forms |= {f"kivi{bits}": Kivi.of(backbone.shape, bits) for bits in (2, 4)}
     found = dict(_divergences(config, backbone, batch, forms, None))
     assert 0 < found["kivi4"] < found["kivi2"]

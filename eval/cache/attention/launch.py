@@ -250,7 +250,11 @@ class Kernel(OnGPU[LaunchPlan]):
         update(table[: len(lines)], lines)
         even = bool((store.channels.count % 32 == 0).all())
         values = 0 if store.values is None else max(16, triton.next_power_of_2(int(store.values.count.max())))
-        room = None if store.eviction is None else self.weights.fit(store, store.eviction, old and old.room)
+        room = (
+            None
+            if store.eviction is None
+            else self.weights.fit(store, store.eviction, None if old is None else old.room)
+        )
         plan = LaunchPlan(table, store.version, programs, even, values, reader, few, room)
         self.plans[store] = plan
         return plan

@@ -63,8 +63,6 @@ class Middle:
     center: float [H, D], what every key loses before it is stored, in sink and window too, None = nothing. A softmax
         does not change if all keys lose the same vector, so with the mean key here, a pruned channel counts as its mean
         instead of 0 (`ChannelMask.mean_keys`).
-    key_basis: float [H, D, D], in whose coordinates the layer holds its keys, sink and window too (`leank.basis`); None
-        = as they come. `channels` and `bits` then speak of coordinates, `center` of channels.
 
     Raises ValueError for choices that exclude each other.
     """
@@ -76,7 +74,6 @@ class Middle:
     reads: ReadChoice | None = None
     eviction: Eviction | None = None
     center: Tensor | None = None
-    key_basis: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.eviction is not None and (self.bits is not None or self.reads is not None):

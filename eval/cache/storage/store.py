@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leank.basis import coordinates, of_queries
 from leank.data_gen.amount import amount
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.eviction import ENDLESS, Eviction, moved_up
@@ -30,7 +29,6 @@ Move = Callable[["Store", np.ndarray], None]
 Evict = Callable[["Store"], None]
 RINGS = ("ring_k", "ring_v", "seen_dev", "start_dev")  # tensors of the window, which a captured step writes
 COUNTS = ("seen", "start", "floor")  # of each row, on the host
-CONSTANTS = ("center", "origin", "key_basis", "query_basis")  # by which keys and queries are taken, for all prompts
 ENDS = ("sink_k", "sink_v", "ring_k", "ring_v")
 SEGMENTS = ("prompt", "tail")
 
@@ -55,8 +53,6 @@ class Store:
         because kernels read only the tail's length on the device
     channels, values: kept channels of the middle's K and V; values None = all
     center: float32 [H, 1, D], `Middle.center`, what every key loses as it is written; None = nothing
-    key_basis, query_basis: float32 [H, D, D], `Middle.key_basis` and that of the queries; None = as they come
-    origin: in place of center, what a key loses before it is taken to a basis; None = nothing
     quiet: lower bound on the tokens that can arrive before the next flush moves any
     version: grows when addresses or capacities change, so that a backend's plan can follow
     """
@@ -81,7 +77,7 @@ class Store:
         scores: [B, H, T], the attention that each token has received, where the middle evicts; None = zeros
         """
         self._begin(middle, sizes, k.device)
-        k = self.centered(self.arriving(k))
+        k = self.centered(k)
         self.channels = KeptChannels.of(middle.channels, k, middle.labels)
         self.values = None if middle.values is None else KeptChannels.of(middle.values, v)
         self._count(k, real)
@@ -98,11 +94,6 @@ class Store:
     def _begin(self, middle: Middle, sizes: Sizes, device: torch.device) -> None:
         """Set what holds before there are tokens."""
         self.sizes, self.middle, self.center = sizes, middle, middle.center_on(device)
-        self.origin, self.key_basis, self.query_basis = None, None, None
-        if middle.key_basis is not None:
-            self.center, self.origin = None, self.center
-            self.key_basis = middle.key_basis.to(device, torch.float32, copy=True)  # a slice of all layers'
-            self.query_basis = of_queries(middle.key_basis).to(device, torch.float32)
         self.quiet, self.version = 0, 0
         self.eviction, self.reads = None, None
 
@@ -161,14 +152,6 @@ class Store:
         scores = torch.zeros(held.shape, device=held.device) if scores is None else scores.to(held.device)
         return policy.begin(moved_up(scores, held, count), count)
 
-    def arriving(self, k: Tensor) -> Tensor:
-        """New keys [B, H, n, D] in the coordinates in which they are held."""
-        return k if self.key_basis is None else coordinates(k, self.key_basis, self.origin)
-
-    def asking(self, q: Tensor) -> Tensor:
-        """Queries [B, Hq, n, D] in those by which they are multiplied with keys."""
-        return q if self.query_basis is None else coordinates(q, self.query_basis)
-
     def centered(self, k: Tensor) -> Tensor:
         """Keys [B, H, n, D] without `center`, subtracted in float32 or wider."""
         return k if self.center is None else (k - self.center).to(k.dtype)
@@ -186,7 +169,6 @@ class Store:
         """
         new, self.quiet = k.shape[2], 0
         self.fit(new)
-        k = self.arriving(k)
         if real is None and (self.seen >= self.sizes.sink).all():  # every decoding step; no wait for the device
             position = (write or Store.write)(self, k, v)
             self.seen += 0 if capturing(k) else new
@@ -367,22 +349,19 @@ class Store:
             and seen.shape == start.shape == floor.shape == (batch,)
             and slots % PAGE == 0
             and (center is None or (center.shape, center.dtype) == ((heads, dim), torch.float32))
-            and (self.key_basis is None or self.key_basis.shape == (heads, dim, dim))
             and bool(((floor >= 0) & (floor <= seen) & (seen <= columns) & (seen - start <= slots)).all())
             and bool(((start >= sizes.sink) & (start <= np.maximum(sizes.sink, seen))).all())
             and bool(((start == sizes.sink) | (floor - start >= sizes.window)).all())
             and bool((self.prompt.length + self.tail.length <= (start - sizes.sink)[:, None]).all())
         )
 
-    def constants(self) -> dict[str, Tensor]:
-        """Those of `CONSTANTS` that there are."""
-        return {name: tensor for name in CONSTANTS if (tensor := getattr(self, name)) is not None}
-
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor held, by name."""
         names = (*ENDS, "seen_dev", "start_dev")
         middle = {f"{p}.{n}": t for p in SEGMENTS for n, t in getattr(self, p).tensors().items()}
-        more = self.constants()
+        more = {}
+        if self.center is not None:
+            more["center"] = self.center
         if self.values is not None:
             more |= {f"values.{n}": t for n, t in self.values.tensors().items()}
         for name, part in (("eviction", self.eviction), ("reads", self.reads)):
@@ -438,7 +417,7 @@ def before_holes(seen: np.ndarray, real: Tensor) -> np.ndarray:
 class Addresses:
     """What a captured step reads of one layer."""
 
-    # by name, the rings, the counts and tables on the device, the places of V's kept channels, and `CONSTANTS`
+    # by name, the rings, the counts and tables on the device, the places of V's kept channels, and what keys lose
     tensors: dict[str, Tensor]
     compiled: tuple[bytes | None, ...]  # on the host, for which numbers of channels it was compiled
     plan: BackendPlan | None  # that whose table is read
@@ -451,7 +430,8 @@ class Addresses:
         tensors |= {"channels": store.channels.index, "tail_length": store.tail.length_dev}
         if store.values is not None:
             tensors["ranks"] = store.values.ranks()
-        tensors |= store.constants()
+        if store.center is not None:
+            tensors["center"] = store.center
         counts = (store.channels.count, store.prompt.width, store.channels.first)
         return cls(tensors, tuple(None if n is None else n.tobytes() for n in counts), plan, store.version)
 
@@ -474,8 +454,7 @@ class Addresses:
         store.channels.index, store.tail.length_dev = self.tensors["channels"], self.tensors["tail_length"]
         if store.values is not None:
             store.values.keep_ranks(self.tensors["ranks"])
-        for name in CONSTANTS:
-            setattr(store, name, self.tensors.get(name))
+        store.center = self.tensors.get("center")
         store.version = self.version + 1  # the plan is out of date, and the address of its table stays
         return True
 

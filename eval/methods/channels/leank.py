@@ -58,8 +58,6 @@ class LeanK(Channels):
             found |= {"layout": _digest(precision.key_bits, precision.value_bits)}
             found |= {"scales": "packed"} if precision.packed else {}
             found["bits"] = round(16 * precision.middle_bytes, 3)  # of a number of a dense middle, scales counted
-        if self.loaded.key_basis is not None:
-            found |= {"basis": _digest(self.loaded.key_basis)}
         return found
 
     def mean_keys(self) -> Tensor | None:
@@ -70,9 +68,6 @@ class LeanK(Channels):
 
     def precision(self) -> Precision | None:
         return self.loaded.precision
-
-    def key_basis(self) -> Tensor | None:
-        return self.loaded.key_basis
 
     def kept_counts(self, config: PreTrainedConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
         count = self.loaded.channels_per_head.numpy()

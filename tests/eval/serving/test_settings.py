@@ -20,7 +20,7 @@ from leank.eval.serving.rest import RestBlocks
 from leank.eval.serving.settings import NAMES, ServerSettings, _wrong, check_config, wrong_layers
 from leank.mask import ChannelMask
 from tests import ROOT
-from tests.helpers.layouts import layout_mask, random_bases
+from tests.helpers.layouts import layout_mask
 
 MASK = ROOT / "models/reference/mask_70pct.safetensors"
 
@@ -37,17 +37,6 @@ def test_sink_and_window_are_those_of_the_training_unless_given():
     )
     assert given == ServerSettings(str(MASK), 4, 64)
     assert ServerSettings.find(None, given.export()) == given
-
-
-def test_layouts_in_bases_are_refused_by_name(tmp_path):
-    mask, file = layout_mask((2, 2, 64), 1, random_bases((2, 2, 64), 2)), tmp_path / "m.safetensors"
-    mask.save(file)
-    with pytest.raises(
-        ValueError, match=r"LEANK_MASK=.*m\.safetensors: the vLLM plug-in holds.*key_basis.*without one"
-    ):
-        ServerSettings.find(None, {"LEANK_MASK": str(file)})
-    with pytest.raises(ValueError, match="key_basis"):
-        page_layout(mask, 64, 64, 256, torch.bfloat16)
 
 
 def test_packed_scales_are_refused_by_name(tmp_path):
