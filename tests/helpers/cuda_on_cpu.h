@@ -28,6 +28,8 @@ struct Fiber { ucontext_t context; std::vector<char> stack; bool ended; int numb
 struct Brought { u32 x[6]; };
 constexpr int MOST_WARPS = 32;
 alignas(128) static u8 shared_memory[1 << 19];
+static int memory_size;  // of a program, in bytes
+static bool outside;     // whether an address lay beyond it
 static std::vector<Fiber> fibers;
 static Fiber *self;
 static ucontext_t scheduler;
@@ -82,6 +84,7 @@ DEVICE u32 __funnelshift_l(u32 low, u32 high, int by) {
 DEVICE u32 shared_address(const void *p) { return (u32)(int32_t)((const u8 *)p - shared_memory); }
 DEVICE u8 *at_address(u32 at, int size) {
   if (at % size) abort();
+  outside |= at + size > (u32)memory_size;
   return shared_memory + (int32_t)at;
 }
 template <typename T> DEVICE T loaded(u32 at) { T x; memcpy(&x, at_address(at, sizeof x), sizeof x); return x; }

@@ -23,9 +23,10 @@ static void entry() {
          (float *)given[9], (float *)given[10], (int *)given[11], numbers[0], numbers[1], numbers[2], numbers[3],
          numbers[4], numbers[5], numbers[6], numbers[7], numbers[8], numbers[9], *pool);
 }
-extern "C" void run(int programs, const void *const *pointers, const int *others, const void *of_pool) {
-  given = pointers, numbers = others, pool = (const Pool *)of_pool;
+extern "C" bool run(int programs, int memory, const void *const *pointers, const int *others, const void *of_pool) {
+  given = pointers, numbers = others, pool = (const Pool *)of_pool, memory_size = memory, outside = false;
   run_blocks(programs, THREADS, entry);
+  return outside;
 }
 """
 
@@ -67,7 +68,9 @@ def launch(
     tensors = [x for x in others if isinstance(x, ctypes.c_void_p)]
     numbers = [x for x in others if isinstance(x, ctypes.c_int)]
     kernel = library(folder, codes.form_of(rows, cell, layer, queries, pool, packed))
-    kernel.run(
-        programs, (ctypes.c_void_p * len(tensors))(*tensors), (ctypes.c_int * len(numbers))(*numbers),
-        ctypes.byref(of_pool),
+    kernel.run.restype = ctypes.c_bool
+    outside = kernel.run(
+        programs, codes.memory(of_warp, layer.index.shape[-1]), (ctypes.c_void_p * len(tensors))(*tensors),
+        (ctypes.c_int * len(numbers))(*numbers), ctypes.byref(of_pool),
     )  # fmt: skip
+    assert not outside, "the kernel needs more shared memory than `codes.memory` says"

@@ -142,7 +142,7 @@ def warp_bytes(k: np.ndarray, v: np.ndarray) -> tuple[int, int]:
 
 def memory(of_warp: tuple[int, int], dim: int) -> int:
     """Bytes of shared memory of a program: what its warps have, queries as operands and as they are, and channels."""
-    return WARPS * sum(of_warp) + (dim // 16 + 3) * 256 + ROWS * dim * 2 + dim * 4
+    return WARPS * sum(of_warp) + (dim // 16 + len(BANDS) - 1) * 256 + ROWS * dim * 2 + dim * 4
 
 
 def most_memory(device: torch.device) -> int:
@@ -179,7 +179,12 @@ def constants(group: int, packed: bool = False) -> str:
     group: numbers of a quantisation group; packed: whether scales are
     """
     names = {name: getattr(schedule, name) for name in ("SINK", "WINDOW", "PROMPT", "TAIL", "FIELDS")}
-    names |= {column.name: column.value for column in schedule.Split} | {"PAGE": PAGE, "CELL": group, "ENDS": ENDS}
+    names |= {column.name: column.value for column in schedule.Split} | {
+        "PAGE": PAGE,
+        "CELL": group,
+        "ENDS": ENDS,
+        "BANDS": len(BANDS),
+    }
     names |= {f"OF_{min(band)}": channel_bytes(min(band), group=group, packed=packed) for band in BANDS}
     names["OF_THIRD"] = channel_bytes(3) - channel_bytes(2)
     return f"enum {{ {', '.join(f'{name} = {n}' for name, n in names.items())} }};\n#line 1\n"

@@ -205,7 +205,7 @@ def test_codes_have_the_constants_of_the_table_and_of_pages(group, packed):
     expected = {name: getattr(schedule, name) for name in ("SINK", "WINDOW", "PROMPT", "TAIL", "FIELDS")}
     expected |= {column.name: int(column) for column in Split}
     scales = 2 if packed else 64 // group * 4
-    expected |= dict(PAGE=64, CELL=group, ENDS=codes.ENDS)
+    expected |= dict(PAGE=64, CELL=group, ENDS=codes.ENDS, BANDS=len(BANDS))
     expected |= dict(OF_16=128, OF_8=64 + scales, OF_4=32 + scales, OF_2=16 + scales, OF_THIRD=8)
     declared = {name: int(number) for name, number in re.findall(r"(\w+) = (\d+)", codes.constants(group, packed))}
     assert declared == expected

@@ -35,7 +35,7 @@ through; the part PROMPT begins behind the sink.
 Compiled for D channels of a head (64 or 128), GROUP query heads for each KV head, ROWS query rows of a program, at
 most 8, WARPS warps, and HALF, 1 for float16, 0 for bfloat16; for a pool with BLOCK tokens of a block of codes, 0 =
 there is none, and REST_BLOCK whole tokens of a block; PACKED, 1 where scales are words, which have groups of 64. Declared before this file, by `codes.constants`: the columns of the schedule, FIELDS, the kinds of parts,
-PAGE, CELL, the numbers that share a scale, ENDS, the tokens of sink and window that a warp reads at a time, and OF_16 to OF_THIRD, the bytes that a channel of K takes of a page by its bits. */
+PAGE, CELL, the numbers that share a scale, ENDS, the tokens of sink and window that a warp reads at a time, BANDS, of a page of K at most, and OF_16 to OF_THIRD, the bytes that a channel of K takes of a page by its bits. */
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -794,7 +794,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS) decode(
   int number_of_warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   u8 *own = memory + number_of_warp * (k_room + v_room);
   u32 q = shared_address(memory + WARPS * (k_room + v_room)), k = shared_address(own);
-  Warp warp = {number_of_warp, lane, k, k + k_room, q, q + (D / 16 + 3) * 256,
+  Warp warp = {number_of_warp, lane, k, k + k_room, q, q + (D / 16 + BANDS - 1) * 256,
                shared_address(barriers + 2 * number_of_warp), 0, __int_as_float(scaling) * (1 / LOGIT)};
   if (lane == 0) open_barrier(warp.bars), open_barrier(warp.bars + 8);
   __syncwarp();
