@@ -1,5 +1,6 @@
 """What can be said of a model before any weights are loaded: will a cache and training work, and what do they gain."""
 
+import math
 import os
 import shlex
 import warnings
@@ -36,6 +37,7 @@ RATIOS = (0.5, 0.7, 0.9)
 BUDGETS = (0.25, 0.2, 0.15, 0.1)  # of layouts, shares of the middle's bytes
 LITTLE = 1.1  # times as fast: less is no reason for another cache
 SMALL, LARGE = (16, 256), (128, 1024)  # sink and window of models with few positions, and with many
+KIVI_GROUP = 32  # of `kivi4`
 MANY = 32768  # positions
 
 
@@ -112,12 +114,17 @@ def _unserved(config: PreTrainedConfig) -> Iterator[str]:
         yield f"on a CPU alone: head_dim {dim} is none of {', '.join(map(str, HEAD_DIMS['paged']))}"
 
 
+def kivi_group(config: PreTrainedConfig) -> int:
+    """Return how many numbers share a scale of KIVI's: 32, or as many as divide the heads and 32."""
+    return math.gcd(kv_shape(config).head_dim, KIVI_GROUP)
+
+
 def held(config: PreTrainedConfig, tokens: int, ends: tuple[int, int]) -> dict[str, float]:
     """Return the bytes of a prompt's cache by method, in 16 bits; a mask's without empty heads. ends: sink, window."""
     spans = dict(zip(("sink", "window"), ends, strict=True))
     axes: dict[str, dict[str, object]] = {"FP8": {"bits": {"name": "fp8"}}}
     axes |= {f"LeanK {100 * r:.0f}%": {"channels": {"name": "random", "ratio": r}} for r in RATIOS}
-    axes |= {"KIVI 4 bits": {"bits": {"name": "kivi", "bits": 4}}}
+    axes |= {"KIVI 4 bits": {"bits": {"name": "kivi", "bits": 4, "group": kivi_group(config)}}}
     axes |= {"KIVI 4 under LeanK 70%": {**axes["LeanK 70%"], **axes["KIVI 4 bits"]}}
     dense = dense_bytes(config, tokens, ITEMSIZE)
     # what layers with full attention hold of the tokens between: a longer prompt adds nothing else
@@ -243,11 +250,13 @@ def commands(name: str, config: PreTrainedConfig, gpu: bool) -> list[str]:
         short = 2 * (sink + window)
         train += f" data.min_length={short} data.max_length={2 * short} data.questions=2 data.calibration=4"
         train += " stage1.steps=0 stage2.steps=0 validation.samples=0 validation.heldout=2"
+    group = kivi_group(config)
+    kivi = "" if group == KIVI_GROUP else f" method.kivi4.bits.group={group}"
     lengths = f" 'benchmark.lengths=[{4 * (sink + window)}]' benchmark.samples=2" if not gpu else ""
     flush = f" cache.flush={GROUP}" if bits else ""
     return [
         f"{train} hydra.run.dir=outputs/mine",
-        f"python -m leank.eval {model} mask=outputs/mine/mask.safetensors 'method=[dense,leank,kivi4]'"
+        f"python -m leank.eval {model} mask=outputs/mine/mask.safetensors 'method=[dense,leank,kivi4]'{kivi}"
         f" benchmark=text{lengths} cache.sink={sink} cache.window={window}{flush} hydra.run.dir=outputs/mine/text",
     ]
 

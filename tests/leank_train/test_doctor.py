@@ -27,6 +27,7 @@ from transformers import (
 
 from leank.backbone import load_config
 from leank.eval.cache import compressed_cache
+from leank.eval.methods.bits.kivi import KIVI
 from leank.shape import kv_shape
 from leank.typed import BadConfig
 from leank_train import consult, doctor
@@ -108,7 +109,9 @@ def test_the_commands_fit_the_model_and_the_machine(name, gpu, tmp_path):
     assert isinstance(config, Layouts) != bool(kv_shape(load_config(name)).head_dim % 16)
     assert (config.stage1.steps > 0) == gpu
     assert gpu or config.data.max_length * config.data.calibration <= 8192
-    assert evaluation(*shlex.split(evaluates)[3:])["benchmark"]["name"] == "text"
+    given = evaluation(*shlex.split(evaluates)[3:])
+    assert given["benchmark"]["name"] == "text"
+    KIVI(**{key: given["method"]["kivi4"]["bits"][key] for key in ("bits", "group")}).check(load_config(name), None)
 
 
 @pytest.mark.parametrize(
