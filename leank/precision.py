@@ -96,7 +96,7 @@ def counts(key_bits: Tensor) -> Tensor:
     return torch.stack([torch.isin(key_bits, torch.tensor(own).to(key_bits)).sum(-1) for own in COUNTED], -1)
 
 
-# The bytes of a page, PAGE tokens of one head: all other formulas and the kernels' constants are made of these.
+# The bytes of a page, PAGE tokens of one head, of which the constants of the kernels are made.
 
 
 def scale_bytes(itemsize: int = 2, packed: bool = False) -> int:

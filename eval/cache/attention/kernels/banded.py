@@ -178,7 +178,7 @@ def _room(n):
 
 @triton.jit
 def line_of(t):
-    """The lines of tokens t in a half of a page of K; see `storage.banded.tokens_in_lines`."""
+    """The lines of tokens t in a half of a page of K; see `storage.quantised.tokens_in_lines`."""
     return t // 4 % 2 * 16 + t % 2 * 8 + t // 8 * 2 + t // 2 % 2
 
 
