@@ -107,7 +107,8 @@ def _take_in(found: Any, model: nn.Module, name: str, held: Any) -> None:
             _take_in(found, model, name, one)
         return
     if not isinstance(held, Tensor):
-        found.update(f"{name} {held}".encode())
+        if isinstance(held, str | int | float | torch.dtype):  # other objects may be written with an address
+            found.update(f"{name} {held}".encode())
         return
     found.update(f"{name} {list(held.shape)} {held.dtype}".encode())
     for plain in _plain(_offloaded(model, name) if held.is_meta else held.detach()):
