@@ -101,7 +101,8 @@ def closed_form(current: Run, backbone: Backbone, means: Tensor | None, signals:
     sums = Losses(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
     division, passes = Division.of(config.trainer), DRAWS + 1  # of a document: forward, and backward for each draw
     documents = config.mixture(backbone, per_length=config.data.documents * division.width)
-    count, found = config.data.calibration, _go_on(current, sums)
+    file = current.out / "checkpoints" / "closed_form.ckpt"
+    count, found = config.data.calibration, _go_on(current, file, sums)
     phase = f"closed form: what each width costs by itself, from {amount(count, 'document')}"
     with Meter(phase, count * passes, "pass", done=found * passes, silent=not division.first) as meter:
         for i, counts, done in division.rounds(count, found):
@@ -122,22 +123,18 @@ def closed_form(current: Run, backbone: Backbone, means: Tensor | None, signals:
             meter.update(done * passes - meter.n)
             if current.first:
                 state = {"of": _origin(current), "documents": done}
-                write_checkpoint(_kept(current), state | {k: v.cpu() for k, v in sums._asdict().items()})
+                write_checkpoint(file, state | {k: v.cpu() for k, v in sums._asdict().items()})
             division.leave_together(signals, device)
     return Losses(*(total / count for total in sums))
-
-
-def _kept(current: Run) -> Path:
-    return current.out / "checkpoints" / "closed_form.ckpt"
 
 
 def _origin(current: Run) -> list[str]:
     return ["closed form", current.fingerprint]
 
 
-def _go_on(current: Run, sums: Losses) -> int:
+def _go_on(current: Run, file: Path, sums: Losses) -> int:
     """Put what an earlier process found into the sums, and return from how many documents it is."""
-    if not (file := _kept(current)).exists():
+    if not file.exists():
         return 0
     cure = "remove it, and the closed form begins anew"
     state = read_checkpoint(file, cure)

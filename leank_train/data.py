@@ -97,8 +97,9 @@ class RetrievalData(L.LightningDataModule):
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
         """Return the batches in order, from the next step on."""
+        rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
         return torch.utils.data.DataLoader(
-            self._steps(),
+            Steps(self.backbone, self.mixture, self.documents, rank // self.together, world // self.together),
             batch_size=None,
             sampler=itertools.count(self.start),  # Trainer(max_steps) ends the run
             num_workers=self.workers,
@@ -106,10 +107,6 @@ class RetrievalData(L.LightningDataModule):
             prefetch_factor=4 if self.workers else None,
             pin_memory=torch.cuda.is_available(),
         )
-
-    def _steps(self) -> Steps:
-        rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
-        return Steps(self.backbone, self.mixture, self.documents, rank // self.together, world // self.together)
 
     def state_dict(self) -> dict[str, int]:
         return {"start": self.trainer.global_step if self.trainer else self.start}

@@ -142,7 +142,7 @@ class RunConfig(Checked):
     @property
     def steps(self) -> int:
         """Optimizer steps of all stages."""
-        return self.stage1.steps
+        return sum(group.steps for group in vars(self).values() if isinstance(group, StageConfig))
 
     def check_shape(self, shape: DecoderShape) -> None:
         """Raise ValueError for a model in whose heads this recipe cannot prune what it is told to."""

@@ -41,8 +41,7 @@ def run(given: DictConfig, out: Path, signals: Signals | None = None) -> Metrics
     Raises BadConfig for settings that cannot work, BlockingIOError if another run is writing into `out`.
     """
     resolved = plain(given)
-    config = check(resolved)
-    with claimed(config, resolved, out) as current:
+    with claimed(check(resolved), resolved, out) as current:
         return train(current, signals or Signals())
 
 
@@ -86,9 +85,21 @@ def learn(current: Run, backbone: Backbone, signals: Signals, started: float) ->
         learned = recipe.learn(Training(current, backbone, means, logger, signals))
     if current.alone:
         signals.leave_at_once()
-    mask, metrics = learned.masks[MASK], measured(current, learned)
+    mask, records = learned.masks[MASK], learned.records
     if current.first:
-        save(learned, out)
+        for doubt in mask.doubts():
+            log.warning("%s: %s", out / learned.file(MASK), doubt)
+        write_tensors(out / "alpha.safetensors", learned.scores)
+        for name, one in learned.masks.items():
+            one.save(out / learned.file(name))
+    counts = mask.channels_per_head
+    metrics: Metrics = {
+        "pruning_ratio": mask.pruning_ratio, "empty_heads": int((counts == 0).sum()), "heads": counts.numel(),
+        "separation": {}, **learned.metrics,
+        "distillation": {name: r.steps[-1]["distillation"] for name, r in records.items() if r.steps},
+        "seconds": {"training": round(sum(r.seconds for r in records.values()), 1)},  # those before a stop included
+        "config": current.fingerprint,
+    }  # fmt: skip
 
     # 3. the verdict, validation and plots
     with memory_advice("in the verdict; the mask is saved", f"validation.heldout={recipe.validation.heldout}"):
@@ -102,7 +113,7 @@ def learn(current: Run, backbone: Backbone, signals: Signals, started: float) ->
             begun = time.monotonic()
             metrics["validation"] = validate(recipe, backbone, mask, out)
             metrics["seconds"]["validation"] = round(time.monotonic() - begun, 1)
-    stage1, stage2 = (learned.records.get(stage, Recorder(1)) for stage in ("stage1", "stage2"))
+    stage1, stage2 = (records.get(stage, Recorder(1)) for stage in ("stage1", "stage2"))
     figures = plots.training_plots(
         stage1, stage2, learned.alpha, mask, rotary_pairs(backbone.model.config), out / "plots"
     )
@@ -155,15 +166,6 @@ def check_text(path: str, length: int, counter: TokenCounter) -> None:
     )
 
 
-def save(learned: Learned, out: Path) -> None:
-    """Write the scores and every mask."""
-    for doubt in learned.masks[MASK].doubts():
-        log.warning("%s: %s", out / learned.file(MASK), doubt)
-    write_tensors(out / "alpha.safetensors", learned.scores)
-    for name, mask in learned.masks.items():
-        mask.save(out / learned.file(name))
-
-
 def pronounce(current: Run, backbone: Backbone, learned: Learned, metrics: Metrics, signals: Signals) -> None:
     """Compare masks on held-out documents: figures go into the masks' files, doubts into the log, too."""
     started, config, out = time.monotonic(), current.config, current.out
@@ -179,16 +181,3 @@ def pronounce(current: Run, backbone: Backbone, learned: Learned, metrics: Metri
             log.warning("%s: %s", file, doubt)
         told = {"heldout": verdict.figures(name), "heldout_documents": verdict.documents}
         mask.with_metadata(mask.metadata | told | ({"doubts": doubts} if doubts else {})).save(file)
-
-
-def measured(current: Run, learned: Learned) -> Metrics:
-    """Return the metrics of training."""
-    mask, records = learned.masks[MASK], learned.records
-    counts = mask.channels_per_head
-    return {
-        "pruning_ratio": mask.pruning_ratio, "empty_heads": int((counts == 0).sum()), "heads": counts.numel(),
-        "separation": {}, **learned.metrics,
-        "distillation": {name: r.steps[-1]["distillation"] for name, r in records.items() if r.steps},
-        "seconds": {"training": round(sum(r.seconds for r in records.values()), 1)},  # those before a stop included
-        "config": current.fingerprint,
-    }  # fmt: skip

@@ -6,6 +6,7 @@ layouts   bits for every channel of K and every head's V
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -24,8 +25,10 @@ def check(given: DictConfig | Mapping[str, object]) -> Recipe:
     FileNotFoundError if the model or files that settings name are missing.
     """
     resolved = plain(given)
+    if resolved.get("logger") is None:
+        resolved["logger"] = {}
     kind = chosen(resolved)
-    config = typed(kind, own(kind, {**resolved, "logger": resolved.get("logger") or {}}))
+    config = typed(kind, own(kind, resolved))
     check_outside(config)
     return config
 
@@ -35,20 +38,18 @@ def chosen(resolved: Mapping[str, object]) -> type[Recipe]:
     pruning = group(resolved.get("pruning"), "pruning")
     learns = pruning.get("learns", "scores")
     need(learns in ("scores", "factors"), f"pruning.learns={shown(learns)} must be 'scores' or 'factors'")
+    stages = [group(resolved.get(name), name) for name in ("stage1", "stage2")]
     if pruning.get("bytes") is not None:
         return Layouts
-    stages = [group(resolved.get(name), name) for name in ("stage1", "stage2")]
     return Factors if learns == "factors" or not any(stage.get("steps") for stage in stages) else Paper
 
 
 def own(kind: type[Recipe], resolved: Mapping[str, object]) -> dict[str, object]:
     """Return a configuration without the settings of other recipes; raise BadConfig for one that is wanted."""
-    found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in resolved.items()}
+    found: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in resolved.items()}
     for key, only in kind.elsewhere.items():  # a stage without steps may have any
         name, _, setting = key.rpartition(".")
-        values = found.get(name) if name else found
-        if not isinstance(values, dict) or setting not in values:
-            continue
-        value, idle = values.pop(setting), name == "stage1" and not values.get("steps")
+        values = found[name] if name else found
+        value, idle = values.pop(setting, only), name == "stage1" and not values.get("steps")
         need(only is ... or value == only or idle, f"{key}={shown(value)} has no effect {kind.where}; set {key}={only}")
     return found

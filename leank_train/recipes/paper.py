@@ -58,18 +58,11 @@ class Paper(Masks):
 
     where: ClassVar = "without pruning.learns=factors or pruning.bytes"
     elsewhere: ClassVar = {
-        "pruning.learns": ...,
-        "pruning.nested": [],
-        "pruning.scales": "whole",
-        "pruning.bytes": ...,
-    }
+        "pruning.nested": [], "pruning.scales": "whole", "pruning.learns": ..., "pruning.bytes": ...
+    }  # fmt: skip
 
     stage1: Stage1Config
     stage2: Stage2Config
-
-    @property
-    def steps(self) -> int:
-        return self.stage1.steps + self.stage2.steps
 
     def learn(self, training: Training) -> Learned:
         """Run both stages; masks at other ratios are cut from the scores of stage 1, as stage 2 learns for one ratio.
@@ -77,7 +70,7 @@ class Paper(Masks):
         Beside the mask is that of stage 1 alone: what stage 2 is worth (appendix E).
         """
         backbone, pruning, how = training.backbone, self.pruning, (self.trainer, training.means)
-        stage1 = Stage1(backbone, self.stage1, pruning, None, *how)
+        stage1 = Stage1(backbone, self.stage1, pruning, None, *how)  # alpha from all ones
         records = {"stage1": training.fit(stage1, "stage1")}
         stage2 = Stage2(backbone, self.stage2, pruning, stage1.alpha, *how)
         records["stage2"] = training.fit(stage2, "stage2")
@@ -89,8 +82,8 @@ class Paper(Masks):
             log.warning("%s: %s", training.current.out, warning)
         masks = {MASK: self.cut(training, alpha, pruning.ratio), STAGE1: self.cut(training, scores, pruning.ratio)}
         metrics: Metrics = {"alpha_mean": float(alpha.mean()), "separation": asdict(separation)}
-        masks |= self.at_ratios(training, scores)
-        return Learned(masks, {"alpha": alpha, "stage1": scores}, alpha, records, metrics)
+        saved = {"alpha": alpha, "stage1": scores}
+        return Learned(masks | self.at_ratios(training, scores), saved, alpha, records, metrics)
 
 
 class ScoreStage(Stage):
@@ -147,11 +140,8 @@ class Stage2(ScoreStage):
     config: Stage2Config
     learned = "which channels stay at the pruning ratio"
 
-    def mask(self) -> ChannelMask:
-        """Return beta = Top_{s%, r}(alpha)."""
-        return ChannelMask.from_scores(self.alpha, self.pruning.ratio, self.pruning.align, self.pruning.rounding)
-
     def scores(self) -> Tensor:
-        """Return beta, with alpha's gradient in the backward pass."""
-        beta = self.mask().keep.to(self.alpha.device)
-        return distill.straight_through(self.alpha, beta, self.config.straight_through)
+        """Return beta = Top_{s%, r}(alpha), with alpha's gradient in the backward pass."""
+        pruning = self.pruning
+        beta = ChannelMask.from_scores(self.alpha, pruning.ratio, pruning.align, pruning.rounding).keep
+        return distill.straight_through(self.alpha, beta.to(self.alpha.device), self.config.straight_through)

@@ -1,6 +1,5 @@
 """What all recipes share: where they learn, and what they leave."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, TypedDict
@@ -65,21 +64,20 @@ class Learned:
 
     def file(self, name: str) -> str:
         """Return the file of a mask in the run's folder."""
-        align = self.masks[name].metadata["alignment"]
-        special = {MASK: "mask.safetensors", STAGE1: f"stage1/mask_align{align}.safetensors"}
-        return special.get(name, f"masks/{name}.safetensors")
+        first = f"stage1/mask_align{self.masks[name].metadata['alignment']}.safetensors"
+        return {MASK: "mask.safetensors", STAGE1: first}.get(name, f"masks/{name}.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(RunConfig, ABC):
+class Recipe(RunConfig):
     """The settings of a run whose result this recipe learns."""
 
     where: ClassVar[str]  # settings of other recipes have no effect, as a message says it
     elsewhere: ClassVar[Mapping[str, object]]  # these settings, and the only value that each may have; ... = any
 
-    @abstractmethod
     def learn(self, training: Training) -> Learned:
         """Run all stages, and return the masks; every process does."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

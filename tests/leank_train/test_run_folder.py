@@ -25,7 +25,7 @@ from leank.mask import ChannelMask
 from leank.tensor_files import read_checkpoint, write_checkpoint
 from leank.typed import BadConfig
 from leank_train import run_folder
-from leank_train.data import RetrievalData
+from leank_train.data import RetrievalData, Steps
 from leank_train.recipes import check
 from leank_train.recipes.paper import Stage2
 from leank_train.running import parallel, progress
@@ -294,7 +294,7 @@ def test_workers_start_in_a_process_of_joblib(model_folder, monkeypatch):
     data = RetrievalData(backbone, Mixture({"multikey": 1}, backbone.tokenizer, 300, 400), workers=1)
     monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", loky.LokyContext())
     batches = iter(data.train_dataloader())
-    assert torch.equal(next(batches).documents.ids, data._steps()[0].documents.ids)
+    assert torch.equal(next(batches).documents.ids, Steps(backbone, data.mixture, 1, 0, 1)[0].documents.ids)
 
 
 NEVER = "checkpoint_every=1000"  # what is saved is saved by the signal
