@@ -351,8 +351,3 @@ def test_the_closed_form_is_measured_on_the_dense_model(model_folder, tmp_path, 
 def test_what_a_layout_cannot_have_is_refused(model_folder, changed, said):
     with pytest.raises(BadConfig, match=said):
         check(settings(model_folder, *LAYOUTS, changed))
-
-
-def test_packed_scales_are_of_layouts(model_folder):
-    with pytest.raises(BadConfig, match=r"pruning\.scales=packed is of layouts of bits; set pruning\.bytes"):
-        check(settings(model_folder, "pruning.scales=packed"))

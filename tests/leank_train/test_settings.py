@@ -179,6 +179,7 @@ def test_evaluation_refuses_nonsense(make, message):
             ["pruning.nested=[0.8]"],
             r"nested=\[0\.8\] has no effect without pruning\.learns=factors or .*; set pr",
         ),
+        (["pruning.scales=packed"], "scales='packed' has no effect without .*; set pruning.scales=whole"),
         (["pruning.learns=x"], "pruning.learns='x' must be 'scores' or 'factors'"),
         (["pruning.learns=factors"], "stage2.steps=10 has no effect on masks by factors .*; set stage2.steps=0"),
         (["stage1.l1=sum"], "stage1.l1='sum' and stage1.reduction='official' with stage1.lam='auto': .* fit means"),

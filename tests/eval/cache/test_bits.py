@@ -248,7 +248,7 @@ def test_bytes_held_with_a_mask_of_the_shape_that_was_published(group, at_32k, l
 
 
 def test_bad_input_is_named():
-    with pytest.raises(ValueError, match="bits=5 must be 2, 3, 4 or 8"):
+    with pytest.raises(ValueError, match="bits=5 must be one of 2, 3, 4, 8"):
         Packing(5)
     with pytest.raises(ValueError, match="group=48 must divide 64"):
         Packing(2, 48)

@@ -13,7 +13,7 @@ from tests.conftest import tiny_model
 
 pytest.importorskip("triton")
 
-FILES, LINES = 25, 5200  # whole files, those of which a function ran
+FILES, LINES = 25, 5350  # whole files, those of which a function ran
 
 
 def test_a_plain_mask_reaches_the_kernel_through_few_files(monkeypatch):
