@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from transformers import PreTrainedConfig
@@ -30,17 +30,18 @@ WHOLE = ("budget", "window")  # settings in tokens; all others are shares and ac
 
 def held_bytes(method: Method, held: Held) -> float:
     """Bytes of sink, window and middle, and of what choices hold in addition (bounds of pages, scores of tokens)."""
-    return _tokens_bytes(method, held) + _extra_bytes(method, held)
+    ends = 2 * held.dim * held.itemsize * float(held.ends.sum())
+    return ends + _middle_bytes(method, held) + _extra_bytes(method, held)
 
 
-def _tokens_bytes(method: Method, held: Held) -> float:
+def _middle_bytes(method: Method, held: Held) -> float:
     layers, layout = range(len(held.middle)), method.layout()
     codecs: Sequence[Codec | None] = [None] * len(layers)
     if layout is not None:
         codecs = banded.codecs(layout)
     elif method.bits is not None:
         codecs = [method.bits.sized(index, held) for index in layers]
-    total = 2 * held.dim * held.itemsize * held.ends.sum()
+    total = 0
     for codec, tokens, k, v in zip(codecs, held.middle, held.k, held.v, strict=True):
         if codec is None:
             total += sum(numbers_held(tokens, k, v, held.dtype))
@@ -81,12 +82,12 @@ def planned_bytes(
         return float(sum(dense_bytes(config, length + new, itemsize) for length in prompts))
     sizes, total, rows = Sizes(method.sink, method.window, method.flush), 0.0, []
     for length in prompts:
-        passes = {tuple(columns) for columns in _passes(method, config, length)}
-        parts = _parts(method, config, length, passes.pop(), new) if len(passes) == 1 else None
-        if parts is None:
+        found = [_parts(method, config, length, columns, new) for columns in _passes(method, config, length)]
+        parts = found[0] if found else None
+        if parts is None or any(one is None or not one.takes_as(parts) for one in found):
             return None
         rows.append(parts)
-        total += _tokens_bytes(method, parts.room(method, config, itemsize))
+        total += _middle_bytes(method, parts.room(method, config, itemsize))
         total += _extra_bytes(method, parts.held(method, config, itemsize))
         total += _sliding_bytes(config, windows_of(config), length + new, itemsize)
     _, heads, dim = kv_shape(config)
@@ -115,6 +116,11 @@ class _Parts(NamedTuple):
     k: np.ndarray  # [L, H], channels of the middle's K
     v: np.ndarray  # [L, H], of V
 
+    def takes_as(self, other: Self) -> bool:
+        """Whether it takes as many bytes."""
+        mine, others = ((one.ends, one.prompt, one.reply) for one in (self, other))
+        return all(map(np.array_equal, mine, others))
+
     def held(self, method: Method, config: PreTrainedConfig, itemsize: int) -> Held:
         """The tokens."""
         middle = self.prompt + self.reply
@@ -122,7 +128,7 @@ class _Parts(NamedTuple):
         return Held(np.broadcast_to(self.ends, self.k.shape), middle, self.k, self.v, kv_shape(config)[2], itemsize)
 
     def room(self, method: Method, config: PreTrainedConfig, itemsize: int) -> Held:
-        """The room of the middle (`eval.cache.storage.store.Store`), without sink and window."""
+        """The same with the room of the middle in place of its tokens (`eval.cache.storage.store.Store`)."""
         first = round_up(self.prompt, PAGE)
         if self.most is None:
             room = first + round_up(grown_room(self.reply), PAGE)
@@ -130,7 +136,7 @@ class _Parts(NamedTuple):
             most = self.most + method.flush
             need = np.minimum(self.prompt + self.reply, most)
             room = np.where(need <= first, first, round_up(np.minimum(grown_room(need), most), PAGE))
-        return Held(np.zeros_like(room), room, self.k, self.v, kv_shape(config)[2], itemsize)
+        return Held(np.broadcast_to(self.ends, room.shape), room, self.k, self.v, kv_shape(config)[2], itemsize)
 
 
 def _parts(method: Method, config: PreTrainedConfig, length: int, columns: Sequence[int], new: int) -> _Parts | None:
@@ -149,7 +155,7 @@ def _parts(method: Method, config: PreTrainedConfig, length: int, columns: Seque
         kept = method.tokens.kept_counts(config, seen[:, 0].tolist(), sizes)
         if kept is None or (k.min() < k.max() and not method.tokens.settled):
             return None
-        joins, most = method.tokens.joins(config), method.tokens.most(sizes)
+        joins, most = method.tokens.joins(config) if new else None, method.tokens.most(sizes)
         prompt, reply = np.minimum(prompt, kept), reply if joins is None else reply * joins.numpy()
     prompt, reply = (np.where(k > 0, tokens, 0) for tokens in (prompt, reply))
     return _Parts(seen + behind - whole - moved, whole + moved, prompt, reply, most, k, v)

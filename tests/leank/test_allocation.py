@@ -31,11 +31,11 @@ def every_head(keys, values, empty):
     of_keys, of_values = (ROOM * key_costs()).tolist(), value_costs(DIM).tolist()
     blocks = keys.unflatten(0, (-1, ROOM)).sum(1).tolist()
     found = [(0.0, float(empty))]
-    for widths in product(range(6), repeat=len(blocks)):
+    for widths in product(range(len(of_keys)), repeat=len(blocks)):
         if any(widths):
             cost = sum(of_keys[w] for w in widths)
             loss = sum(block[w] for block, w in zip(blocks, widths, strict=True))
-            found += [(cost + of_values[w], loss + float(values[w])) for w in range(5)]
+            found += [(cost + of_values[w], loss + float(values[w])) for w in range(len(of_values))]
     return found
 
 

@@ -94,8 +94,8 @@ def test_any_method_holds_what_was_planned_wherever_its_reply_stands(name, sink,
 @pytest.mark.parametrize("name", ["mask", "layout", "kivi4", "rkv"])
 def test_a_reply_of_20000_tokens_holds_what_was_planned_at_every_thousand(name):
     """Tokens of random keys and values, many at a time, straight into the layers' stores."""
-    model, one = small_model(), chosen(name, 64, 128, 64, 300)
-    step = 40 if name == "rkv" else 250  # of a method that evicts, not more than leave the window at a time
+    flush = 512 if name == "rkv" else 64  # of a method that evicts, no more come than leave the window at a time
+    model, one, step = small_model(), chosen(name, 64, 128, flush, 300), 250
     generator = torch.Generator().manual_seed(4)
     ids = torch.randint(2, 97, (1, 1000), generator=generator)
     cache, planned = one.cache(model, one.run_prefill(model, ids, None, 1)), []
