@@ -125,7 +125,8 @@ class CompressedCache(Cache):
         if layer_idx == self._with_tokens[0]:
             if self._model is not None and not self.conversation.heard:
                 raise ValueError(
-                    "this model does not tell the cache what it reads: make a cache of its own with compressed_cache()"
+                    "this model does not tell the cache what it reads: call the model itself, not its forward(); of an "
+                    "equal copy, make a cache of its own with compressed_cache(), or load() this one"
                 )
             self.conversation.heard = False
             self._begin_pass(key_states.shape[2])
@@ -274,8 +275,8 @@ class CompressedCache(Cache):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything that the cache holds to a safetensors file, whole or not at all; `load` reads it.
 
-        Raises ValueError for a cache without a whole prompt, or one that evicts tokens while decoding or chooses what
-        it reads, and RuntimeError if its model is gone.
+        Raises ValueError for a cache without a whole prompt, one that evicts tokens while decoding or chooses what it
+        reads, and one of prompt tuning or of adapters by row; RuntimeError if its model is gone.
         """
         model = None if self._model is None else self._model()
         if model is None:
@@ -285,6 +286,7 @@ class CompressedCache(Cache):
                 "another model has filled this cache than the one that it was made for: make it with "
                 "compressed_cache(that model, ...)"
             )
+        self.conversation.check_saved()
         ids = self.conversation.ids
         save(path, self.layers, model, ids if ids is not None and ids.shape[1] == self.held else None)
 

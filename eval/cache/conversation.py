@@ -107,6 +107,13 @@ class Conversation:
         elif not every and [adapter_state(layer) for layer in self._tuners] != self._adapters:  # of a decoding step
             raise ValueError(f"its adapters changed after the first tokens of this cache had come: {ANEW}")
 
+    def check_saved(self) -> None:
+        """Raise ValueError if a file could not tell what made the keys."""
+        if self._virtual:
+            raise ValueError("a cache whose model puts tokens of its own before the ids (prompt tuning) is not saved")
+        if any(of_rows for *_, of_rows in self._adapters):
+            raise ValueError("a cache whose rows have adapters of their own (adapter_names) is not saved")
+
     def made_by(self, decoder: nn.Module) -> bool:
         """Whether this decoder, or an equal copy, has read what is held; also True where nothing is known."""
         mine: Any = decoder if self._decoder is None else self._decoder()
@@ -225,7 +232,8 @@ class Conversation:
         ids = given.get("input_ids", given.get("inputs"))
         mine = self.ids
         if given.get("inputs_embeds") is None and isinstance(ids, Tensor) and not before:
-            self._virtual = held + 1 - sequences.shape[1] if held > sequences.shape[1] else 0  # the last is not read
+            # embeddings came for ids; the last id is not read. Of ids, beams leave out what ends behind the best one
+            self._virtual = held + 1 - sequences.shape[1] if mine is None and held > sequences.shape[1] else 0
         if held == self._columns or mine is None or not isinstance(ids, Tensor):
             return
         whole = not before or ids.shape[1] > before
@@ -266,22 +274,22 @@ def drafts(model: nn.Module, given: dict[str, Any]) -> bool:
     return any(given.get(name, getattr(config, name, None)) for name in ASSISTED)
 
 
-def _compressed(kwargs: dict[str, Any]) -> Any:
-    """The compressed cache among the arguments of a call, by either of their names; None = none."""
-    caches = (kwargs.get("past_key_values"), kwargs.get("cache"))
+def _compressed(kwargs: dict[str, Any], args: tuple[Any, ...] = ()) -> Any:
+    """The compressed cache among the arguments of a call, by either of their names or by position; None = none."""
+    caches = (kwargs.get("past_key_values"), kwargs.get("cache"), *args)
     return next((cache for cache in caches if hasattr(cache, "conversation")), None)
 
 
 def _before_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook before a model whose decoder may get embeddings alone (of images and text)."""
-    cache = _compressed(kwargs)
+    cache = _compressed(kwargs, args)
     if cache is not None:
         cache.conversation.given = kwargs.get("input_ids", args[0] if args else None)
 
 
 def _before_pass(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook before the decoder of a model."""
-    cache = _compressed(kwargs)
+    cache = _compressed(kwargs, args)
     if cache is None:
         return
     dropped = torch.is_grad_enabled() or not CHECKPOINTING_KEEPS_CACHE

@@ -303,7 +303,7 @@ class Packing(PageCodec):
         return restore(codes, scales, self.group)
 
     def bands(self, head: int, channels: int) -> Sequence[tuple[PageCodec, int]]:
-        narrow = Narrow(channels, channels if self.bits == 3 else 0, self.group)
+        narrow = Narrow(channels, channels if self.bits == 3 else 0, self.group, packed=self.packed)
         return [(narrow if self.bits < 4 else self, channels)]
 
     def heads_of(self, count: np.ndarray) -> np.ndarray:

@@ -409,7 +409,7 @@ def test_ids_are_known_where_the_decoder_gets_embeddings():
     assert torch.equal(cache.conversation.ids, torch.cat([ids_of(30), ids_of(1, seed=1)], 1))
 
 
-def test_tokens_that_a_model_puts_before_the_ids_are_said():
+def test_tokens_that_a_model_puts_before_the_ids_are_said(tmp_path):
     model, whole = tiny_model("llama"), ids_of(40)
     cache = compressed_cache(model, random_keep(10), 2, 6, 4)
     with torch.no_grad():
@@ -417,3 +417,29 @@ def test_tokens_that_a_model_puts_before_the_ids_are_said():
     cache.conversation.fill(0, cache.held, {"input_ids": whole[:, :30]}, whole[:, :31])
     with pytest.raises(ValueError, match="5 tokens of its own before the ids"):
         model.generate(whole, past_key_values=cache, max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"prompt tuning\) is not saved"):
+        cache.save(tmp_path / "c.safetensors")
+
+
+def test_beams_that_end_early_are_no_tokens_before_the_ids():
+    """The steps that ran are more than those of the best beam, which alone generate() returns."""
+    model, prompt = tiny_model("llama"), ids_of(30)
+    cache, reply = talked(model, prompt, num_beams=2)
+    cache.conversation.fill(0, cache.held, {"input_ids": prompt}, reply[:, :33])
+    whole = torch.cat([cache.conversation.ids, ids_of(3, rows=2, seed=1)], 1)
+    assert model.generate(whole, past_key_values=cache, max_new_tokens=2).shape[1] > whole.shape[1]
+
+
+def test_a_cache_is_heard_by_its_place_among_the_arguments():
+    model, ids = tiny_model("llama"), ids_of(30)
+    cache = compressed_cache(model, random_keep(10), 2, 6, 4)
+    with torch.no_grad():
+        model.model(ids, None, None, cache)
+    assert torch.equal(cache.conversation.ids, ids)
+
+
+def test_adapters_of_single_rows_are_not_saved(tmp_path):
+    cache, _ = talked(tiny_model("llama"), ids_of(30))
+    cache.conversation._adapters = [(["a"], False, [], {}, [["a", "b"]])]
+    with pytest.raises(ValueError, match=r"adapter_names\) is not saved"):
+        cache.save(tmp_path / "c.safetensors")
