@@ -24,7 +24,7 @@ from leank.eval.cache.attention.readers import EFFORT, READERS, Config
 from leank.eval.cache.attention.schedule import Part, Split
 from leank.eval.cache.storage.banded import codecs
 from leank.eval.cache.storage.codecs import PLANES
-from leank.eval.cache.storage.quantised import Packing
+from leank.eval.cache.storage.quantised import Packing, restore_packed
 from leank.eval.cache.storage.segment import PAGE
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.inference.models import ModelConfig, load_model
@@ -321,6 +321,25 @@ def test_products_on_codes_on_a_cpu(codec, counts, group, dtype, compiled_folder
     sizes = Sizes(10, 64, codec.group)
     check_decoding(counts, 64, group, [301, 170], sizes, dtype, 1, 2, None, 5, bits=codec)
     assert len(launches) == 4
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scales_of_all_words(dtype, compiled_folder):
+    """Both of a pair, as `restore_packed` has them, NaN too; in bfloat16 2^-16 times as large."""
+    half = dtype == torch.float16
+    scales = emulated.library(compiled_folder, codes.Form(64, 4, 4, 64, half, packed=True)).scales
+    scales.argtypes, scales.restype = [ctypes.c_uint32], ctypes.c_uint32
+    every = torch.arange(2**16)
+    words = every[((every & 0x7C00) > 0) & ((every & 0x7C00) < 0x7C00) | (every == 0x7E00)]  # those that are written
+    given = words.to(torch.int16)[None, :, None]
+    wanted = restore_packed(torch.ones(64, len(words)), given, 64, 3) - restore_packed(
+        torch.zeros(64, len(words)), given, 64, 3
+    )
+    for place in (0, 16):
+        found = torch.tensor([scales(word << place) for word in words.tolist()])
+        found = (found >> place).to(torch.int16).view(dtype).double()
+        torch.testing.assert_close(found * (1 if half else 2**16), wanted[0].double(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_byte_is_a_number_as_it_lies():

@@ -263,9 +263,13 @@ DEVICE void put_plain_queries(u32 to, u32 raw) {  // for sink and window, channe
   __syncthreads();
 }
 
-// Of two packed words, the scales, in bfloat16 2^-16 times as large, and the integers z, times CODE. In bfloat16 a word
-// that is NaN is a large scale.
-DEVICE u32 scale_of(u32 x) { return HALF ? x & 0x7FC07FC0 : (x >> 3 & 0x0FF80FF8) | 0x30003000; }
+// Of two packed words, the scales, in bfloat16 2^-16 times as large, and the integers z, times CODE. A word that is NaN, whose
+// exponent is all ones, is a scale that is NaN: adding one to the exponent carries into the sign alone there.
+DEVICE u32 scale_of(u32 x) {
+  if (HALF) return x & 0x7FC07FC0;
+  u32 is_nan = (x & 0x7C007C00) + 0x04000400 >> 15 & 0x00010001;
+  return (x >> 3 & 0x0FF80FF8) | 0x30003000 | is_nan * 0x7FC0;
+}
 DEVICE u32 zero_of(u32 x) { return x & 0x803F803F; }
 // The factor u of zero points of so many bits
 DEVICE constexpr float zero_unit(int bits) { return bits == 8 ? 8 : bits == 4 ? 0.5f : 0.25f; }
