@@ -62,11 +62,10 @@ class Served(Method):
 
 def replies(llm: Any, job: Job, tokenizer: Any, cell: Cell, method: Method, results: Results) -> list[float]:
     """Ask for the replies of a cell that are missing, all at once; returns their scores, 0 to 1."""
-    from transformers import GenerationConfig
     from vllm import SamplingParams
 
     config, chat = llm.llm_engine.vllm_config, job.model.chat
-    eos = GenerationConfig.from_pretrained(job.model.name).eos_token_id
+    eos = config.model_config.try_get_generation_config().get("eos_token_id", tokenizer.eos_token_id)
     pages = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_tensors
     token_bytes = sum(tensor.size for tensor in pages) / config.cache_config.kv_cache_size_tokens
     rows = [job.benchmark.row(cell, sample, tokenizer, overhead(tokenizer, chat)) for sample in cell.samples]
