@@ -2,14 +2,18 @@
 
 import asyncio
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from leank.eval.rows import Results, check_rows, read
+from leank.eval.run.build import build_job, composed
 from scripts.bench.serving import SURE, Asked, Load, departs, drawn, form, load, loads, parsed, settings
 from scripts.bench.serving_kl import Forced, compared
 from scripts.bench.serving_rivals import layout_like
+from scripts.bench.serving_scores import Served, replies
 
 
 def test_requests_arrive_at_the_rate_share_prefixes_and_have_the_lengths_asked_for():
@@ -21,6 +25,45 @@ def test_requests_arrive_at_the_rate_share_prefixes_and_have_the_lengths_asked_f
     assert sum(len(one.prompt) > 362 for one in asked) in range(160, 241)  # half, as the logarithm is uniform
     assert sum(one.prompt[:32] in prefixes for one in asked) in range(160, 241)
     assert sum(one.leave is not None for one in asked) in range(60, 141)
+
+
+def test_replies_of_a_server_are_rows_of_the_replay_and_are_asked_for_once(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **given: SimpleNamespace(**given)))
+    job, tokenizer = build_job(composed([
+        "model=reference", "method=[dense]", "benchmark=ruler", "benchmark.lengths=[768]",
+        "benchmark.tasks=[niah_single_1]", "benchmark.samples=3",
+    ]))  # fmt: skip
+    cell = job.benchmark.cells()[0]
+
+    def generate(prompts, params, use_tqdm):
+        assert {one.max_tokens for one in params} <= {128}
+        wanted = [job.benchmark.row(cell, sample, tokenizer, 0).answers[0] for sample in cell.samples]
+        said = [tokenizer(text)["input_ids"] for text in (wanted[0], "none", wanted[2])]
+        ends = ("stop", "stop", "length")
+        return [
+            SimpleNamespace(outputs=[SimpleNamespace(token_ids=x, finish_reason=y)])
+            for x, y in zip(said, ends, strict=True)
+        ]
+
+    pages = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=4000)] * 2))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(try_get_generation_config=lambda: {"eos_token_id": 2}),
+        cache_config=SimpleNamespace(kv_cache_size_tokens=1000),
+    )
+    engine = SimpleNamespace(
+        vllm_config=config, engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=pages))
+    )
+    llm = SimpleNamespace(llm_engine=engine, generate=generate)
+    with Results(tmp_path) as results:
+        assert replies(llm, job, tokenizer, cell, Served("fp8"), results) == [1, 0, 1]
+    rows = list(read(tmp_path))
+    check_rows(rows)
+    assert [row["cut"] for row in rows] == [None, None, "limit"]
+    assert rows[0]["cache_bytes"]["total"] == 8 * rows[0]["prompt_tokens"]
+    assert rows[0]["settings"]["method"] == {"served": "fp8"}
+    with Results(tmp_path) as results:
+        llm.generate = lambda prompts, *_, **__: [] if not prompts else pytest.fail("asked again")
+        assert replies(llm, job, tokenizer, cell, Served("fp8"), results) == []
 
 
 @pytest.mark.parametrize("percent", [15, 20, 31])
