@@ -163,6 +163,9 @@ def _second_order(
     yield
     inputs = [x for pair in state.leaves.values() for x in pair] + [out for out, _ in state.outputs]
     factor = 1 / (2 * len(rows) * DRAWS)
+    kind = torch.promote_types(hidden.dtype, torch.float32)
+    # of the gradients of K and V, summed over the draws: an error is the same in each, and is computed once
+    squares = {place: [torch.zeros_like(x, dtype=kind) for x in pair] for place, pair in state.leaves.items()}
     for _ in range(DRAWS):
         pulled = _towards_labels(Head.of(model), hidden.detach().flatten(0, 1)[rows], generator).to(hidden.dtype)
         if division.ranks is not None:  # the same labels everywhere, should rounding differ
@@ -173,22 +176,26 @@ def _second_order(
         for layer, (d_out, (_, change)) in enumerate(zip(found[-len(state.outputs) :], state.outputs, strict=True)):
             of_branches = (d_out.double() * change).sum((2, 3)).unflatten(1, (empty.shape[1], -1)).sum(-1)  # [R, H]
             empty[layer] += of_branches.square().sum(0) * factor * division.leads
-        for number, ((layer, part), (k, v)) in enumerate(state.leaves.items()):
-            d_k, d_v = (x.double() for x in found[2 * number : 2 * number + 2])
-            lacking, counts = (d_k * k.detach()).sum(2), factor * (part == 0 or division.leads)
+        for number, ((layer, part), (k, _)) in enumerate(state.leaves.items()):
+            d_k, d_v = found[2 * number : 2 * number + 2]
+            lacking = (d_k.double() * k.detach()).sum(2)
             if division.ranks is not None and part == 0:
                 dist.all_reduce(lacking, group=division.ranks)
             keys[layer, :, :, 0] += lacking.square().sum(0) * factor * division.leads
-            first, v = state.first(part), v.detach().mT
-            k = state.branches(part, k.detach())  # the gradient of padding is 0
-            k, d_k = k[..., first:, :], d_k.unflatten(2, k.shape[2:4])[..., first:, :]
-            for i, bits in enumerate(KEY_BITS[1:-1]):
-                width = torch.full((1, 1), float(bits), device=k.device)
-                error = rounded(k, width, GROUP, pruning.packed).double() - k
-                keys[layer, :, :, i + 1] += (d_k * error).square().sum((0, 2, 3)) * counts
-                error = rounded(v, width, value_group(v.shape[-2]), pruning.packed).double() - v
-                values[layer, :, i] += (d_v.mT * error).square().sum((0, 2, 3)) * counts
+            for total, d in zip(squares[layer, part], (d_k, d_v), strict=True):
+                total += d.to(total.dtype).square()
         yield
+    for (layer, part), (k, v) in state.leaves.items():
+        counts, first, v = factor * (part == 0 or division.leads), state.first(part), v.detach().mT
+        of_k, of_v = squares[layer, part]
+        k = state.branches(part, k.detach())  # the gradient of padding is 0
+        k, of_k = k[..., first:, :], of_k.unflatten(2, k.shape[2:4])[..., first:, :]
+        for i, bits in enumerate(KEY_BITS[1:-1]):
+            width = torch.full((1, 1), float(bits), device=k.device)
+            error = rounded(k, width, GROUP, pruning.packed).double() - k
+            keys[layer, :, :, i + 1] += (of_k * error.square()).sum((0, 2, 3)) * counts
+            error = rounded(v, width, value_group(v.shape[-2]), pruning.packed).double() - v
+            values[layer, :, i] += (of_v.mT * error.square()).sum((0, 2, 3)) * counts
 
 
 def _towards_labels(head: Head, hidden: Tensor, generator: torch.Generator) -> Tensor:
