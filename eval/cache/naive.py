@@ -119,24 +119,26 @@ class Head:
         softcap, sink_logits: see `weights`
         """
         rules, keep = self.rules, self.rules.channels
-        beyond = 0 if rules.center is None else q[:, ~keep] @ rules.center[~keep].to(q.dtype)  # [G], of pruned channels
-        logits = [q @ token.k for token in self.sink]
-        logits += [q[:, keep] @ token.k + beyond for token in self.middle]
-        logits += [q @ token.k for token in self.window]
-        seen = torch.ones(len(q), len(logits), dtype=torch.bool)
+        every = torch.ones_like(keep)
+        kept_values = every if rules.values is None else rules.values
+        parts = [(self.sink, every, every), (self.middle, keep, kept_values), (self.window, every, every)]
+        parts = [part for part in parts if part[0]]
+        logits = torch.cat(
+            [q[:, channels] @ torch.stack([token.k for token in tokens]).T for tokens, channels, _ in parts], -1
+        )
+        seen = torch.ones_like(logits, dtype=torch.bool)
+        middle = slice(len(self.sink), len(self.sink) + len(self.middle))
+        if rules.center is not None:  # of pruned channels
+            logits[:, middle] += (q[:, ~keep] @ rules.center[~keep].to(q.dtype))[:, None]
         if rules.reads is not None and self.middle:
-            begin = len(self.sink)
-            seen[:, begin : begin + len(self.middle)] = rules.reads(
-                q[:, keep], torch.stack([token.k for token in self.middle])
-            )
-        weight = weights(torch.stack(logits, -1) * scaling, seen, softcap, sink_logits)  # [G, n]
-        out, all_values = torch.zeros_like(q), torch.ones_like(keep)
-        kept_values = all_values if rules.values is None else rules.values
-        for part, values in ((self.sink, all_values), (self.middle, kept_values), (self.window, all_values)):
-            for token in part:
-                received, weight = weight[:, 0], weight[:, 1:]
-                out[:, values] += received[:, None] * token.v
-                token.score += float(received.sum())
+            seen[:, middle] = rules.reads(q[:, keep], torch.stack([token.k for token in self.middle]))
+        weight = weights(logits * scaling, seen, softcap, sink_logits)  # [G, n]
+        out = torch.zeros_like(q)
+        for tokens, _, values in parts:
+            received, weight = weight[:, : len(tokens)], weight[:, len(tokens) :]
+            out[:, values] += received @ torch.stack([token.v for token in tokens])
+            for token, score in zip(tokens, received.sum(0).tolist(), strict=True):
+                token.score += score
         return out
 
     def _enter(self, tokens: list[Token]) -> None:

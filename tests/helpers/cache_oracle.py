@@ -63,19 +63,29 @@ class OracleLayer(DynamicLayer):
         return self, value_states
 
     def attend(self, q, mask, scaling, softcap=None, s_aux=None):
-        """The columns come one by one: each query finds the window as it is when its token comes."""
+        """The columns come one by one: each query finds the window as it is when its token comes.
+
+        Until the prompt is there, a naive head attends to all that came before; here by whole matrices.
+        """
         new, length = q.shape[2], self.keys.shape[2]
         real = torch.ones(len(q), length, dtype=torch.bool) if mask is None else mask[:, :length].bool()
         if self.heads is None:
             self.heads = [[Head(rules) for rules in self.rules] for _ in q]
-        out, group = torch.zeros_like(q), q.shape[1] // len(self.rules)
+        dense = not self.heads[0][0].compressed
+        if dense:
+            out = attention(q, self.keys, self.values, scaling, causal(new, length, real), softcap, s_aux)
+        else:
+            out = torch.zeros_like(q)
+        group = q.shape[1] // len(self.rules)
         for b, row in enumerate(self.heads):
             for h, head in enumerate(row):
                 mine = slice(h * group, (h + 1) * group)
                 for query in range(new):
                     column = length - new + query
-                    if real[b, column]:
-                        head.append(self.keys[b, h, column], self.values[b, h, column])
+                    if not real[b, column]:
+                        continue
+                    head.append(self.keys[b, h, column], self.values[b, h, column])
+                    if not dense:
                         sinks = None if s_aux is None else s_aux[mine]
                         out[b, mine, query] = head.attend(q[b, mine, query], scaling, softcap, sinks)
                         head.flush()
