@@ -142,14 +142,6 @@ class ChannelMask:
                 "leank.compressed_cache or the method leank, or take a mask without them"
             )
 
-    def refuse_packed(self, what: str) -> None:
-        """Raise ValueError if the mask's scales are packed, which `what` does not read."""
-        if self.precision is not None and self.precision.packed:
-            raise ValueError(
-                f"{what} does not read packed scales, which this mask has; use it in leank.compressed_cache or the "
-                "method leank, or train a layout with pruning.scales=whole"
-            )
-
     @property
     def pruning_ratio(self) -> float:
         """Share of all K channels that is pruned, 0 to 1."""

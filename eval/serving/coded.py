@@ -10,7 +10,8 @@ heads, and K of a head before its V:
 
     page j of block b, head h of layer l:  bytes  b * page_bytes + j * kept.bytes + kept.layers[l][h].start  and on
 
-Every head's pages are a multiple of 64 bytes, so all begin at one. A head that keeps no channel has none.
+Every head's pages are a multiple of 64 bytes, with packed scales of 32, so all begin at one; those of all layers are
+filled up to a multiple of 64. A head that keeps no channel has none.
 
 A page is packed by the step that computes its 64th token, whether it is in the window still or not. So it is a
 function of 64 tokens alone: a request that shares it, or computes it again, finds the same codes. The pages of the sink
@@ -38,6 +39,8 @@ from leank.eval.cache.storage.segment import PAGE, round_up
 from leank.eval.serving.layout import LARGEST_BLOCK, Layout, PageGroup, PageLayout, heads_of, lay_out, tokens_of_rest
 from leank.mask import ChannelMask
 from leank.precision import ROOM, Precision
+
+LINE_BYTES = 64  # a page of 64 tokens of all layers begins at a multiple of them
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,13 @@ class HeadPages:
         """K and V [n, 64, dim] of the bytes of pages, with zeros in channels that are not stored."""
         k, v = (torch.zeros(len(pages), PAGE, dim, dtype=dtype, device=pages.device) for _ in range(2))
         for band in self.bands:
-            codes, numbers = pages[:, band.codes], pages[:, band.numbers].contiguous().view(dtype)
+            numbers = pages[:, band.numbers].contiguous().view(band.codec.numbers_dtype or dtype)
             channels = band.channels.stop - band.channels.start
-            x = band.codec.decode(*band.codec.unpack(codes, numbers, channels, band.keys), band.keys)
+            x = band.codec.decode(*band.codec.unpack(pages[:, band.codes], numbers, channels, band.keys), band.keys)
             if band.keys:
-                k[..., self.channels[band.channels]] = x
+                k[..., self.channels[band.channels]] = x.to(dtype)
             else:
-                v = x
+                v = x.to(dtype)
         return k, v
 
 
@@ -140,12 +143,13 @@ class CodedLayout(Layout):
         of_ranks = []
         for one in range(ranks):
             heads = heads_of(keep.shape[1], one, ranks)
-            of_layers = tuple(codecs(Precision(precision.key_bits[:, heads], precision.value_bits[:, heads])))
+            bits = precision.key_bits[:, heads], precision.value_bits[:, heads]
+            of_layers = tuple(codecs(Precision(*bits, packed=precision.packed)))
             layers, at = [], 0
             for codec, kept in zip(of_layers, keep[:, heads], strict=True):
                 layers.append(tuple(_heads(codec, kept, dtype, at)))
                 at += sum(head.k_bytes + head.v_bytes for head in layers[-1])
-            of_ranks.append((CodeGroup(block, tuple(layers), at), of_layers))
+            of_ranks.append((CodeGroup(block, tuple(layers), round_up(at, LINE_BYTES)), of_layers))
         own = torch.ones_like(keep[:, heads_of(keep.shape[1], rank, ranks)])
         whole = lay_out(own, own[..., 0], 1)
         page, token = block // PAGE * max(group.bytes for group, _ in of_ranks), whole.columns * dtype.itemsize
@@ -160,6 +164,11 @@ class CodedLayout(Layout):
     def page_columns(self) -> int:
         """Columns of a page, numbers of the model's dtype."""
         return self.page_bytes // self.dtype.itemsize
+
+    @property
+    def packed(self) -> bool:
+        """Whether scales are."""
+        return self.codecs[0].packed
 
     def empty(self, layer: int) -> Tensor:
         """Which heads of a layer keep no channel, bool [H]."""
@@ -240,7 +249,6 @@ def page_layout(
     ranks: int = 1,
 ) -> AnyLayout:  # fmt: skip
     """The pages of a mask, or of its layout of bits; see `PageLayout.of` and `CodedLayout.of`."""
-    mask.refuse_packed("a server's page")
     if mask.precision is None:
         return PageLayout.of(mask.keep, block, sink, window, hits, rank, ranks)
     return CodedLayout.of(mask.precision, block, sink, window, dtype, hits, rank, ranks)

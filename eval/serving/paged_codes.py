@@ -60,7 +60,10 @@ class CodedAttention(PagedAttention):
                 f"write, pack, gather and, for minutes, decode by Triton; codes.cu cannot: {self.why_triton}"
             )
         self.variants = variants.variants(layout.codecs[0].model_heads(layout.head_dim), layout.head_dim)
-        self.pages = tuple(variants.page_bytes(one, layout.head_dim, layout.dtype.itemsize) for one in self.variants)
+        self.pages = tuple(
+            variants.page_bytes(one, layout.head_dim, layout.dtype.itemsize, GROUP, layout.packed)
+            for one in self.variants
+        )
         self.warps = 8 if self._padded > 16 and 8 * max(self.pages, default=0) < SHARED else 4
         size = self.programs, PAGE, layout.head_dim
         self._ring = tuple(torch.empty(size, dtype=layout.dtype, device=device) for _ in range(2))
@@ -145,7 +148,7 @@ class CodedAttention(PagedAttention):
             self.programs, self._padded, self.of_warp, GROUP, False, self._schedule[layer],
             Layer(pages, pages, index, index, none, none, none, 0, 0, 0, 0),
             Queries(q, none, q.stride(0), q.stride(1), 0, 1, scaling * LOG2_E),
-            Results(out, self._part, self._stat, self._done), pool,
+            Results(out, self._part, self._stat, self._done), pool, layout.packed,
         )  # fmt: skip
         return out
 
@@ -169,8 +172,8 @@ class CodedAttention(PagedAttention):
         from leank.eval.cache.attention.kernels import banded
         from leank.eval.serving.kernels import coded
 
-        on_gpu = self._done.is_cuda
-        return coded.read, banded.Codes(self.variants, self.pages, AHEAD, on_gpu, BLOCK=self.layout.kept.block)
+        on_gpu, block = self._done.is_cuda, self.layout.kept.block
+        return coded.read, banded.Codes(self.variants, self.pages, AHEAD, on_gpu, GROUP, self.layout.packed, block)
 
     def store(self, pages: Tensor, layer: int, k: Tensor, v: Tensor, step: DeviceStep) -> None:
         from leank.eval.serving.kernels import coded
@@ -211,6 +214,7 @@ class CodedAttention(PagedAttention):
             D=self.layout.head_dim,
             BLOCK=self.layout.kept.block,
             REST_BLOCK=self.layout.rest.block,
+            PACKED=self.layout.packed,
         )
 
     def _gather(
@@ -231,5 +235,6 @@ class CodedAttention(PagedAttention):
             D=self.layout.head_dim,
             BLOCK=self.layout.kept.block,
             REST_BLOCK=self.layout.rest.block,
+            PACKED=self.layout.packed,
             num_warps=8,  # of 4, threads have too few registers for a page's values
         )

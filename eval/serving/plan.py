@@ -98,7 +98,6 @@ def planned(args: argparse.Namespace) -> str:
     settings = ServerSettings.find({"leank": {"mask": args.mask}})
     assert settings is not None
     mask = ChannelMask.load(args.mask)
-    mask.refuse_packed("the vLLM plug-in")
     if args.model is not None:
         refuse_model(args.model, mask)
     block = args.block or (32 if mask.precision is None else PAGE)

@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import torch
 
-from leank.errors import naming
 from leank.eval.cache.attention.kernels import HEAD_DIMS
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.serving.coded import page_layout
@@ -50,8 +49,6 @@ class ServerSettings(Checked):
             return None
         mask = mask_file(given["mask"]).resolve()
         loaded = ChannelMask.load(mask)
-        with naming(f"{NAMES['mask']}={given['mask']}"):
-            loaded.refuse_packed("the vLLM plug-in")
         trained = OF_LAYOUTS if loaded.precision is not None else loaded.metadata
         sizes = {name: str(given.get(name, trained.get(name, DEFAULTS[name]))) for name in DEFAULTS}
         try:

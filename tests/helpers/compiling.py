@@ -210,17 +210,18 @@ def main(dim: int) -> None:
     for group, packed in ((32, False), (64, False), (64, True)):
         compiles(banded.move, of_move, {**page, "G": group, "PACKED": packed})
     served = paged.Form(8, 4, dim, 8, 8, 64, 96, True, 16, 4, 16, 64, 8)
-    kernel = made(
-        paged.decode, of_pages, {"F": served, "READ": coded.read, "CODES": mixed._replace(BLOCK=64)}, stages=3
-    )
-    print(f"codes in pages of a server: {resources(kernel)}")
+    for packed in (False, True):
+        of_codes = {"READ": coded.read, "CODES": mixed._replace(BLOCK=64, PACKED=packed)}
+        kernel = made(paged.decode, of_pages, {"F": served, **of_codes}, stages=3)
+        print(f"codes in pages of a server, scales {'packed' if packed else 'whole'}: {resources(kernel)}")
     of_schedule = {"table": COUNT, "lengths": TABLE, "templates": COUNT, "costs": TABLE}
     sizes = {"HEADS": 8, "BATCH": 256, "WARPS": 8, "FEW": 32, "START": 32, "FEW_START": 128}
     made(schedule.make, of_schedule, {**HEADS, **sizes}, warps=1)
     compiles(coded.write, OF_CODES, {"D": dim, "BLOCK": 8})
     blocks = {"D": dim, "BLOCK": 64, "REST_BLOCK": 8}
-    made(coded.gather, OF_CODES, blocks, warps=8)
-    compiles(coded.pack, OF_CODES, {**HEADS, **blocks})
+    for packed in (False, True):
+        made(coded.gather, OF_CODES, {**blocks, "PACKED": packed}, warps=8)
+        compiles(coded.pack, OF_CODES, {**HEADS, **blocks, "PACKED": packed})
 
 
 if __name__ == "__main__":

@@ -28,8 +28,9 @@ from leank.eval.cache.attention.kernels.banded import (
     room_of,
     unit_of_variant,
     width_of,
+    zero_unit,
 )
-from leank.eval.cache.attention.kernels.packed import HALF, ROOM, _together
+from leank.eval.cache.attention.kernels.packed import HALF, ROOM, _together, of_word
 from leank.eval.serving.kernels.paged import OF_BANDS, _ends, _look_up, stripe_of, tiles_of, window_from
 from leank.precision import GROUP
 
@@ -74,7 +75,7 @@ def _codes_at(codes, page, page_bytes, table, number, NUMBER: tl.constexpr, BLOC
 def pack(
     pages, codes, k, v, ring_k, ring_v, plan, lengths, kept_table, rest_table, stripes, index, bands, rest_stripes,
     page, page_bytes, k_t, k_h, v_t, v_h, kept_b, rest_b, chunks, request, row, rows, most, programs, sink_size,
-    H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, PACKED: tl.constexpr,
 ):
     """Program p packs every `programs`-th of the pages that a step fills, [rows, most, H] of them at most.
 
@@ -82,6 +83,7 @@ def pack(
     ring_k, ring_v: [programs, 64, D], a page's tokens in their order.
     chunks: > 0: row b is request `request` + b, whose tokens begin at `row` + plan[0, b], its positions at plan[3, b];
         plan: int32 [4, chunks], `Batch.plan`. 0: row b has one new position, lengths[b] - 1, or none, which is row b.
+    PACKED: whether scales are.
     """
     p, d, t = tl.program_id(0), tl.arange(0, D), tl.arange(0, PAGE)
     page = page.to(tl.int64)
@@ -123,7 +125,7 @@ def pack(
             n, bits = bands_of(bands + head * OF_BANDS)
             to_page = _codes_at(codes, page, page_bytes, kept_row, number, NUMBER, BLOCK)
             put_group(ring_k, ring_v, 64, 0, index + head * D, n, bits, to_page + start, to_page + v_start, 0,
-                      D, PAGE, CELL)
+                      D, PAGE, CELL, PACKED)
             tl.debug_barrier()  # and all are read before the next page's come
 
 
@@ -173,33 +175,38 @@ def read(query, where, row, tiles_read, scale, F: tl.constexpr, CODES: tl.conste
 
 
 @triton.jit
-def _restored(code, scales, cell, mask, dtype: tl.constexpr):
-    """Numbers of codes, whose scales and zero points are those of the cells."""
-    at = cell // 2 * 4 + cell % 2
-    scale = tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)
-    zero = tl.load(scales + at + 2, mask=mask, other=0.0).to(tl.float32)
+def _restored(code, scales, cell, mask, BITS: tl.constexpr, dtype: tl.constexpr, PACKED: tl.constexpr):
+    """Numbers of codes of BITS, whose scales and zero points are those of the cells; scales: bytes."""
+    if PACKED:
+        words = scales.to(tl.pointer_type(tl.int16), bitcast=True)
+        scale, zero = of_word(tl.load(words + cell, mask=mask, other=0), zero_unit(BITS))
+    else:
+        numbers = scales.to(tl.pointer_type(dtype), bitcast=True)
+        at = cell // 2 * 4 + cell % 2
+        scale = tl.load(numbers + at, mask=mask, other=0.0).to(tl.float32)
+        zero = tl.load(numbers + at + 2, mask=mask, other=0.0).to(tl.float32)
     return (code.to(tl.float32) * scale + zero).to(dtype)
 
 
 @triton.jit
-def _put_even(to, index, page, n, half, line, BITS: tl.constexpr, dtype: tl.constexpr):
+def _put_even(to, index, page, n, half, line, BITS: tl.constexpr, dtype: tl.constexpr, PACKED: tl.constexpr):
     """Write a band of 8 or 4 bits, as `_put_keys`; returns where the next band, and its channels, begin."""
     NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
     room = _room(n)
-    scales = (page + room * (PAGE * BITS // 8)).to(tl.pointer_type(dtype), bitcast=True)
+    scales = page + room * (PAGE * BITS // 8)
     for start in range(0, room, ROOM):
         c = start + tl.arange(0, ROOM)[None, :]
         mask = c < n
         code = tl.load(page + (line + (half * HALF if BITS == 8 else 0)) * room + c, mask=mask, other=0).to(tl.int32)
         if BITS == 4:
             code = code >> 4 * half & 15
-        x = _restored(code, scales, c, mask, dtype)
+        x = _restored(code, scales, c, mask, BITS, dtype, PACKED)
         tl.store(to[:, None] + tl.load(index + c, mask=mask, other=0), x, mask=mask)
-    return page + room * of_channel(BITS, NUMBER), index + n
+    return page + room * of_channel(BITS, NUMBER, CELL, PACKED), index + n
 
 
 @triton.jit
-def _put_keys(to, index, page, n, dtype: tl.constexpr, D: tl.constexpr):
+def _put_keys(to, index, page, n, dtype: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr):
     """Write the keys of a page to the rows `to` [64], zeros in channels that are not stored; index: all D channels."""
     NUMBER: tl.constexpr = dtype.primitive_bitwidth // 8
     t = tl.arange(0, PAGE)[:, None]
@@ -215,11 +222,11 @@ def _put_keys(to, index, page, n, dtype: tl.constexpr, D: tl.constexpr):
         tl.store(to[:, None] + tl.load(index + c, mask=mask, other=0), x, mask=mask)
     page += room * of_channel(16, NUMBER)
     index += whole
-    page, index = _put_even(to, index, page, eight, half, line, 8, dtype)
-    page, index = _put_even(to, index, page, four, half, line, 4, dtype)
+    page, index = _put_even(to, index, page, eight, half, line, 8, dtype, PACKED)
+    page, index = _put_even(to, index, page, four, half, line, 4, dtype, PACKED)
     lines, of_third = _room(narrow) // 4, _room(third) // 4
     upper = page + HALF * 2 * lines
-    scales = (upper + HALF * of_third).to(tl.pointer_type(dtype), bitcast=True)
+    scales = upper + HALF * of_third
     for start in range(0, 4 * lines, ROOM):
         c = start + tl.arange(0, ROOM)[None, :]
         mask = c < narrow
@@ -228,7 +235,8 @@ def _put_keys(to, index, page, n, dtype: tl.constexpr, D: tl.constexpr):
         code = code >> 2 * (place % 2) + 4 * half & 3
         top = tl.load(upper + line * of_third + row, mask=mask & (c < third), other=0).to(tl.int32)
         code |= (top >> 2 * (place % 2) + place // 2 + 4 * half & 1) << 2
-        x = _restored(code, scales, (2 * (place % 2) + place // 2) * lines + row, mask & (t >= 0), dtype)
+        cell = (2 * (place % 2) + place // 2) * lines + row
+        x = _restored(code, scales, cell, mask & (t >= 0), 2, dtype, PACKED)  # of 3 bits, `zero_unit` is the same
         tl.store(to[:, None] + tl.load(index + c, mask=mask, other=0), x, mask=mask)
     index += narrow
     stored = whole + eight + four + narrow
@@ -240,7 +248,7 @@ def _put_keys(to, index, page, n, dtype: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _values_of(page, V: tl.constexpr, dtype: tl.constexpr, D: tl.constexpr):
+def _values_of(page, V: tl.constexpr, dtype: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr):
     """The values [64, D] of a page of V bits."""
     t, d = tl.arange(0, PAGE)[:, None], tl.arange(0, D)[None, :]
     if V == 16:
@@ -252,30 +260,29 @@ def _values_of(page, V: tl.constexpr, dtype: tl.constexpr, D: tl.constexpr):
         if V == 3:
             top = tl.load(page + PAGE * D // 4 + d % (D // 4) * HALF + t % HALF).to(tl.int32)
             code |= (top >> d // (D // 4) + 4 * (t // HALF) & 1) << 2
-        scales = (page + PAGE * D * V // 8).to(tl.pointer_type(dtype), bitcast=True)
-        x = _restored(code, scales, d // CELL * PAGE + t, d >= 0, dtype)
+        x = _restored(code, page + PAGE * D * V // 8, d // CELL * PAGE + t, d >= 0, V, dtype, PACKED)
     return x
 
 
 @triton.jit
-def _put_values(to, page, width, dtype: tl.constexpr, D: tl.constexpr):
+def _put_values(to, page, width, dtype: tl.constexpr, D: tl.constexpr, PACKED: tl.constexpr):
     """Write the values of a page to the rows `to` [64]."""
     at = to[:, None] + tl.arange(0, D)[None, :]
     for i in tl.static_range(WIDTHS):
         if width == width_of(i):
-            tl.store(at, _values_of(page, width_of(i), dtype, D))
+            tl.store(at, _values_of(page, width_of(i), dtype, D, PACKED))
 
 
 @triton.jit(do_not_specialize=["kept_b", "rest_b", "plan_b", "request", "row", "sink_size", "window"])
 def gather(
     pages, codes, k, v, full_k, full_v, few_k, few_v, plan, kept_table, rest_table, stripes, index, bands, rest_stripes,
     place, page, page_bytes, k_t, k_h, v_t, v_h, full_t, few_t, kept_b, rest_b, plan_b, request, row, sink_size, window,
-    D: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, PACKED: tl.constexpr,
 ):
     """Program (i, b, h): 64 tokens of what head h of request b of a batch sees, as `gather.gather`; codes unpacked.
 
     codes: the address of `pages` as a pointer to bytes. index: int32 [H, D], all channels, the stored ones first.
-    The other parameters are those of `gather.gather`.
+    PACKED: whether scales are. The other parameters are those of `gather.gather`.
     """
     b, head = tl.program_id(1), tl.program_id(2)
     d = tl.arange(0, D)
@@ -306,8 +313,8 @@ def gather(
         if (gap == 0) & (begin >= sink_size) & (begin < of_window):
             from_page = _codes_at(codes, page, page_bytes, kept_row, begin // PAGE, NUMBER, BLOCK)
             n, bits = bands_of(bands + head * OF_BANDS)
-            _put_keys(to_k, index + head * D, from_page + start, n, dtype, D)
-            _put_values(to_v, from_page + v_start, bits, dtype, D)
+            _put_keys(to_k, index + head * D, from_page + start, n, dtype, D, PACKED)
+            _put_values(to_v, from_page + v_start, bits, dtype, D, PACKED)
         else:
             position = tl.where(i < sink, i, i + gap)
             past = position < first

@@ -29,9 +29,9 @@ HEADS, GROUP, DIM, SINK, WINDOW = 3, 2, 32, 64, 128
 SCALE = DIM**-0.5
 
 
-def a_precision(seed, layers=1):
+def a_precision(seed, layers=1, packed=False):
     """Random bits of at most half of a number's bytes; head 0 is empty."""
-    return layout((layers, HEADS, DIM), seed, keys=KEY_BITS[:-1], values=VALUE_BITS[:-1])
+    return layout((layers, HEADS, DIM), seed, keys=KEY_BITS[:-1], values=VALUE_BITS[:-1], packed=packed)
 
 
 def tokens(generator, n, dtype=torch.float64):
@@ -44,7 +44,7 @@ def rounded(precision, k, v):
     pairs = []
     for of_k, of_v in zip(k.split(64), v.split(64), strict=True):
         heads = [
-            in_bits(of_k[:, h], of_v[:, h], precision.key_bits[0, h], int(precision.value_bits[0, h]))
+            in_bits(of_k[:, h], of_v[:, h], precision.key_bits[0, h], int(precision.value_bits[0, h]), precision.packed)
             for h in range(HEADS)
         ]
         pairs.append([torch.stack(x, 1) for x in zip(*heads, strict=True)])
@@ -54,10 +54,11 @@ def rounded(precision, k, v):
 
 @settings(max_examples=10, derandomize=True)
 @given(
-    seed=st.integers(0, 9999), each=st.sampled_from([1, 2, 5]), dtype=st.sampled_from([torch.float64, torch.float32])
-)
-def test_what_is_packed_comes_back_rounded_and_nothing_else_is_touched(seed, each, dtype):
-    precision, generator = a_precision(seed, 2), torch.Generator().manual_seed(seed)
+    seed=st.integers(0, 9999), each=st.sampled_from([1, 2, 5]), dtype=st.sampled_from([torch.float64, torch.float32]),
+    packed=st.booleans(),
+)  # fmt: skip
+def test_what_is_packed_comes_back_rounded_and_nothing_else_is_touched(seed, each, dtype, packed):
+    precision, generator = a_precision(seed, 2, packed), torch.Generator().manual_seed(seed)
     of = CodedLayout.of(precision, 64 * each, SINK, WINDOW, dtype)
     pages = torch.full((4, of.page_columns), torch.nan, dtype=dtype)
     k, v = torch.randn(2, 3, 64, HEADS, DIM, generator=generator, dtype=dtype)
@@ -76,8 +77,9 @@ def test_what_is_packed_comes_back_rounded_and_nothing_else_is_touched(seed, eac
     assert torch.equal(whole, was)
 
 
-def test_pages_are_those_of_a_compressed_cache():
-    precision, generator = a_precision(3), torch.Generator().manual_seed(3)
+@pytest.mark.parametrize("packed", [False, True])
+def test_pages_are_those_of_a_compressed_cache(packed):
+    precision, generator = a_precision(3, packed=packed), torch.Generator().manual_seed(3)
     of, (codec,) = CodedLayout.of(precision, 64, SINK, WINDOW, torch.float32), codecs(precision)
     k, v = torch.randn(2, 2, 64, HEADS, DIM, generator=generator)
     pages = torch.zeros(3, of.page_columns)
@@ -119,9 +121,27 @@ def test_a_layout_that_saves_nothing_is_refused(bits, words):
         page_layout(ChannelMask(precision.keep, precision=precision), 64, 64, 64, torch.float32)
 
 
-def server_of(seed, block=64, dtype=torch.float64):
-    precision = a_precision(seed)
-    return precision, Server(CodedLayout.of(precision, block, SINK, WINDOW, dtype), seed, dtype)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("packed", [False, True])
+def test_pages_of_all_heads_follow_each_other_at_multiples_of_a_sector(packed, ranks):
+    """Of 32 bytes, which a GPU reads at a time; pages of 64 tokens of all layers, at multiples of 64."""
+    bits = a_precision(5, 3, packed)
+    precision = Precision(bits.key_bits.repeat(1, 2, 1), bits.value_bits.repeat(1, 2), packed=packed)
+    k, v = (x.view(3, ranks, -1).sum(-1) * 64 for x in precision.token_bytes(4))
+    for rank in range(ranks):
+        of = CodedLayout.of(precision, 128, SINK, WINDOW, torch.float32, True, rank, ranks)
+        heads = [head for of_layer in of.kept.layers for head in of_layer]
+        starts = [head.start for head in heads] + [int((k + v)[:, rank].sum())]
+        assert [head.start + head.k_bytes + head.v_bytes for head in heads] == starts[1:]
+        assert not any(start % (32 if packed else 64) for start in starts)
+        assert 0 <= of.kept.bytes - starts[-1] < 64
+        assert of.kept.bytes % 64 == of.page_bytes % 64 == 0
+        assert of.packed == packed
+
+
+def server_of(seed, block=64, dtype=torch.float64, packed=False):
+    precision = a_precision(seed, packed=packed)
+    return precision, Server(CodedLayout.of(precision, block, SINK, WINDOW, dtype), seed, dtype, pages=600)
 
 
 def decoded_by_the_cache(precision, prompt, k, v, q):
@@ -149,9 +169,9 @@ def plainly(precision, k, v, q, first, chunk):
     return attend_plainly(*rows, SCALE, seen)[0].transpose(0, 1)
 
 
-@pytest.mark.parametrize(("block", "seed"), [(64, 0), (128, 1), (320, 2)])
-def test_requests_that_decode_together_read_what_a_compressed_cache_reads(block, seed):
-    precision, server = server_of(seed, block)
+@pytest.mark.parametrize(("block", "seed", "packed"), [(64, 0, False), (128, 1, True), (320, 2, False)])
+def test_requests_that_decode_together_read_what_a_compressed_cache_reads(block, seed, packed):
+    precision, server = server_of(seed, block, packed=packed)
     lengths = {"short": 2, "in the sink": 60, "in the window": 150, "long": 330, "on the grid": 384}
     held = {name: tokens(server.generator, prompt + 70) for name, prompt in lengths.items()}
     wanted = {n: decoded_by_the_cache(precision, p, *held[n]) for n, p in lengths.items()}
@@ -163,9 +183,9 @@ def test_requests_that_decode_together_read_what_a_compressed_cache_reads(block,
             torch.testing.assert_close(out[0], wanted[name][new])
 
 
-@pytest.mark.parametrize("chunk", [30, 64, 100, 400])
-def test_chunks_read_codes_and_all_of_themselves(chunk):
-    precision, server = server_of(4)
+@pytest.mark.parametrize(("chunk", "packed"), [(30, False), (64, True), (100, False), (100, True), (400, False)])
+def test_chunks_read_codes_and_all_of_themselves(chunk, packed):
+    precision, server = server_of(4, packed=packed)
     k, v, q = tokens(server.generator, 390)
     for first in range(0, 390, chunk):
         end = min(390, first + chunk)
@@ -174,10 +194,13 @@ def test_chunks_read_codes_and_all_of_themselves(chunk):
 
 
 @settings(max_examples=8, derandomize=True)
-@given(seed=st.integers(0, 9999), ends=st.sets(st.integers(1, 449), max_size=6), block=st.sampled_from([64, 192]))
-def test_codes_do_not_depend_on_the_steps_that_computed_them(seed, ends, block):
+@given(
+    seed=st.integers(0, 9999), ends=st.sets(st.integers(1, 449), max_size=6), block=st.sampled_from([64, 192]),
+    packed=st.booleans(),
+)  # fmt: skip
+def test_codes_do_not_depend_on_the_steps_that_computed_them(seed, ends, block, packed):
     """Prefix hits, and requests that are computed again, find the same bytes."""
-    _, server = server_of(seed, block)
+    _, server = server_of(seed, block, packed=packed)
     k, v, q = tokens(server.generator, 450)
     for name, steps in (("at once", [0, 450]), ("in steps", [0, *sorted(ends), 450])):
         for first, end in pairwise(steps):
@@ -190,10 +213,10 @@ def test_codes_do_not_depend_on_the_steps_that_computed_them(seed, ends, block):
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("logits", [attention.LOGITS, 3000])
-def test_positions_that_a_preempted_request_generated_read_what_they_read_before(logits, monkeypatch):
+@pytest.mark.parametrize(("logits", "packed"), [(attention.LOGITS, False), (3000, True)])
+def test_positions_that_a_preempted_request_generated_read_what_they_read_before(logits, packed, monkeypatch):
     monkeypatch.setattr(attention, "LOGITS", logits)
-    precision, server = server_of(5)
+    precision, server = server_of(5, packed=packed)
     k, v, q = tokens(server.generator, 420)
     wanted = decoded_by_the_cache(precision, 200, k, v, q)
     (out,) = server.step([("again", 200, k, v, q, 420)], SCALE)
@@ -204,8 +227,9 @@ def test_positions_that_a_preempted_request_generated_read_what_they_read_before
     torch.testing.assert_close(torch.cat([first, second])[200:], wanted)
 
 
-def test_bfloat16_is_close():
-    precision, server = server_of(6, dtype=torch.bfloat16)
+@pytest.mark.parametrize("packed", [False, True])
+def test_bfloat16_is_close(packed):
+    precision, server = server_of(6, dtype=torch.bfloat16, packed=packed)
     k, v, q = tokens(server.generator, 300, torch.bfloat16)
     (out,) = server.step([("a", 299, k[:299], v[:299], q[:299], 299)], SCALE)
     (last,) = server.step([("a", 299, k[299:], v[299:], q[299:], 300)], SCALE)

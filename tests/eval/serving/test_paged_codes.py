@@ -130,9 +130,10 @@ def compare(*args, **more):
     ids=["decoding", "padded", "mixed", "a chunk alone", "chunks of all kinds", "chunks behind short pasts"],
 )
 @pytest.mark.parametrize("where", ["here", *ON_DEVICE], indirect=True)
-def test_a_step_for_a_gpu_is_the_plain_step(lengths, news, padding, generated, where):
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_step_for_a_gpu_is_the_plain_step(lengths, news, padding, generated, where, packed):
     """Memory that is not a request's own is NaN; pages are equal to the last byte."""
-    compare(lengths, news, 3, padding=padding, generated=generated)
+    compare(lengths, news, 3, padding=padding, generated=generated, packed=packed)
 
 
 @pytest.mark.parametrize("seed", [3] if ON_GPU else [3, 4, 5])  # on a GPU, each has a kernel of its own to compile
@@ -142,16 +143,18 @@ def test_a_step_for_a_gpu_is_the_plain_step(lengths, news, padding, generated, w
     programs=st.integers(1, 16),
 )  # fmt: skip
 @pytest.mark.parametrize("where", ["here", pytest.param("gpu", marks=pytest.mark.gpu)])
-def test_a_decoding_step_reads_every_width(seed, lengths, block, programs, where):
-    compare(lengths, [1] * len(lengths), seed, block=block, programs=programs)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_decoding_step_reads_every_width(seed, lengths, block, programs, where, packed):
+    compare(lengths, [1] * len(lengths), seed, block=block, programs=programs, packed=packed)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("group", "dtype"), [(4, DTYPE), (8, DTYPE), (16, DTYPE), (4, torch.float16)])
 @settings(max_examples=8, derandomize=True, deadline=None)
 @given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=5), programs=st.sampled_from([7, 264, 0]))
-def test_a_decoding_step_reads_every_width_on_a_device(group, dtype, lengths, programs):
-    compare(lengths, [1] * len(lengths), 6, 128, group, programs=programs, dtype=dtype)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_decoding_step_reads_every_width_on_a_device(group, dtype, lengths, programs, packed):
+    compare(lengths, [1] * len(lengths), 6, 128, group, programs=programs, dtype=dtype, packed=packed)
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +170,11 @@ def compiled_folder(tmp_path_factory):
         ([400, 130, 30], torch.bfloat16, 2, {"padding": 2}),
         ([777, 64], torch.bfloat16, 5, {"block": 192, "programs": 16, "hits": False}),
         ([400, 257], torch.float16, 2, {"keys": (0, 2), "values": (2, 16), "programs": 3}),
+        ([400, 130, 30], torch.bfloat16, 2, {"padding": 2, "packed": True}),
+        ([777, 64], torch.bfloat16, 5, {"block": 192, "programs": 16, "hits": False, "packed": True}),
+        ([400, 257], torch.float16, 2, {"keys": (3, 4, 8), "values": (3, 8), "programs": 3, "packed": True}),
     ],
-    ids=["padded", "blocks of three pages", "float16"],
+    ids=["padded", "blocks of three pages", "float16", "packed", "packed blocks of three pages", "packed float16"],
 )
 def test_the_kernel_in_cuda_reads_pages_on_a_cpu(lengths, dtype, group, more, compiled_folder, monkeypatch):
     """`codes.cu` as C++, over the schedule that Triton's interpreter makes; pages are written in plain PyTorch."""
@@ -270,10 +276,11 @@ def test_the_schedule_is_that_of_a_loop_over_tiles(lengths, programs, seed):
 
 
 @pytest.mark.parametrize("where", ON_DEVICE, indirect=True)
-def test_a_captured_step_is_replayed_while_rows_grow_and_fill_pages(where):
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_captured_step_is_replayed_while_rows_grow_and_fill_pages(where, packed):
     """Writing, packing and attention are one graph; the third row's page is filled by the second replay."""
     lengths, dim, group = [300, 511, 126], 64, 2
-    of = CodedLayout.of(layout((1, HEADS, dim), 3), 64, SINK, WINDOW, DTYPE)
+    of = CodedLayout.of(layout((1, HEADS, dim), 3, packed=packed), 64, SINK, WINDOW, DTYPE)
     server = Server(of, 3, DTYPE, DEVICE)
     held = [random_tokens(server.generator, n + 4, dim, group) for n in lengths]
     server.step([(i, n, *(x[:n] for x in held[i]), n) for i, n in enumerate(lengths)], SCALE)
@@ -320,11 +327,11 @@ def test_whole_tokens_lie_in_pages_of_a_few(where, hits):
     compare([420, 30, 390, 257], [1, 1, 70, 3], 3, hits=hits, **bits)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "packed"), [(0, False), (1, False), (1, True)])
 @pytest.mark.parametrize("where", ["here", *ON_DEVICE], indirect=True)
-def test_a_rank_reads_its_heads(rank, where):
+def test_a_rank_reads_its_heads(rank, packed, where):
     """The first one's keep nothing."""
-    compare([400, 130, 300], [1, 1, 90], 3, rank=rank)
+    compare([400, 130, 300], [1, 1, 90], 3, rank=rank, packed=packed)
 
 
 def test_what_the_kernels_cannot_read_is_refused():

@@ -20,7 +20,6 @@ from leank.eval.serving.rest import RestBlocks
 from leank.eval.serving.settings import NAMES, ServerSettings, _wrong, check_config, wrong_layers
 from leank.mask import ChannelMask
 from tests import ROOT
-from tests.helpers.layouts import layout_mask
 
 MASK = ROOT / "models/reference/mask_70pct.safetensors"
 
@@ -37,15 +36,6 @@ def test_sink_and_window_are_those_of_the_training_unless_given():
     )
     assert given == ServerSettings(str(MASK), 4, 64)
     assert ServerSettings.find(None, given.export()) == given
-
-
-def test_packed_scales_are_refused_by_name(tmp_path):
-    mask, file = layout_mask((2, 2, 64), 1, packed=True), tmp_path / "m.safetensors"
-    mask.save(file)
-    with pytest.raises(ValueError, match=r"LEANK_MASK=.*: the vLLM plug-in does not read packed.*pruning.scales=whole"):
-        ServerSettings.find(None, {"LEANK_MASK": str(file)})
-    with pytest.raises(ValueError, match="packed scales"):
-        page_layout(mask, 64, 64, 256, torch.bfloat16)
 
 
 LAYOUT = ROOT / "models/masks/smollm2/bits/20pct_seed41.safetensors"

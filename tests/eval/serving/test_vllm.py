@@ -117,16 +117,21 @@ def test_several_replies_prefix_hits_and_the_planner():
     assert found["cached"][1] == (found["tokens"] - 1) // 32 * 32
 
 
-@pytest.fixture(scope="module")
-def layout(tmp_path_factory):
+def saved_layout(folder, packed):
     """A layout of bits for the reference model: channels of its mask in 8 bits, others in few or none."""
     trained, draw = ChannelMask.load(MASK), torch.Generator().manual_seed(1)
     few = torch.tensor([0, 2, 3, 4], dtype=torch.uint8)[torch.randint(4, trained.keep.shape, generator=draw)]
     keys = few.masked_fill(trained.keep, 8) * trained.keep.any(-1, keepdim=True)
     values = torch.tensor([2, 3, 4, 8], dtype=torch.uint8)[torch.randint(4, keys.shape[:2], generator=draw)]
-    precision, path = Precision(keys, values), tmp_path_factory.mktemp("layout") / "mask.safetensors"
+    precision, path = Precision(keys, values, packed=packed), folder / "mask.safetensors"
     ChannelMask(precision.keep, precision=precision).save(path)
     return path
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["whole", "packed"])
+def layout(request, tmp_path_factory):
+    """With whole and with packed scales."""
+    return saved_layout(tmp_path_factory.mktemp("layout"), request.param)
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +226,9 @@ for settings in json.loads(sys.argv[1]):
 """
 
 
-def test_what_cannot_be_served_is_refused_before_weights_load(tmp_path, layout):
+def test_what_cannot_be_served_is_refused_before_weights_load(tmp_path, tmp_path_factory):
+    layout = saved_layout(tmp_path_factory.mktemp("layout"), True)
+
     def model(**changes):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()

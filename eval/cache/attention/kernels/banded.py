@@ -563,7 +563,8 @@ def _coded(
         scale, zero, word = _packed(low, high, top)
         first = _packed_codes(x, scale[None, :], zero[None, :], top[None, :])
         later = _packed_codes(y, scale[None, :], zero[None, :], top[None, :])
-        scale, low = word, word
+        scale = tl.where(channel < n, word, 0).to(tl.int16)  # a band's spare room holds zeros
+        low = scale
     else:
         low, high = low.to(dtype), high.to(dtype)
         scale = _scale(low, high, top)

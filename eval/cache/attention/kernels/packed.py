@@ -99,15 +99,22 @@ def scale_and_zero(cells, scales, number, there):
 
 
 @triton.jit
+def of_word(word, UNIT: tl.constexpr):
+    """Scale and zero point, float32, of packed words, int16; UNIT as for `packed_scale_and_zero`."""
+    scale = (word & 0x7FC0).to(tl.float16, bitcast=True).to(tl.float32)
+    steps = (word & 63).to(tl.float32)
+    return scale, tl.where(word < 0, -steps, steps) * UNIT * scale
+
+
+@triton.jit
 def packed_scale_and_zero(words, number, there, dtype: tl.constexpr, UNIT: tl.constexpr):
     """Scale and zero point [P, R] of the packed words `number`, an even one first; see `quantised.quantise_packed`.
 
     words: address of word 0, as a pointer to pairs of words; UNIT: by what share of a scale zero points lie apart
     """
     word = (tl.load(words + number // 2, mask=there, other=0) >> number % 2 * 16).to(tl.int16)
-    scale = (word & 0x7FC0).to(tl.float16, bitcast=True).to(tl.float32)
-    steps = (word & 63).to(tl.float32)
-    return scale.to(dtype), (tl.where(word < 0, -steps, steps) * UNIT * scale).to(dtype)
+    scale, zero = of_word(word, UNIT)
+    return scale.to(dtype), zero.to(dtype)
 
 
 @triton.jit
