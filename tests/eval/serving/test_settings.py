@@ -1,6 +1,7 @@
 """Settings of a server that cannot be kept are refused by name; what it plans to hold."""
 
 import asyncio
+import re
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,6 +20,7 @@ from leank.eval.serving.plan import Server
 from leank.eval.serving.rest import RestBlocks
 from leank.eval.serving.settings import NAMES, ServerSettings, _wrong, check_config, wrong_layers
 from leank.mask import ChannelMask
+from leank.precision import Precision
 from tests import ROOT
 
 MASK = ROOT / "models/reference/mask_70pct.safetensors"
@@ -322,12 +324,26 @@ def test_the_bytes_that_the_reference_mask_saves_become_tokens(block):
     assert in_steps.pruned(mask, 16, 144) < server.pruned(mask, 16, 144)
 
 
-def test_the_bytes_that_a_layout_saves_become_tokens():
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_bytes_that_a_layout_saves_become_tokens(packed):
     """Nearly all of them, beyond sink and window, which are held whole twice where there are prefix hits."""
-    mask = ChannelMask.load(LAYOUT)
+    bits = ChannelMask.load(LAYOUT).precision
+    mask = ChannelMask(bits.keep, precision=Precision(bits.key_bits, bits.value_bits, packed=packed))
     server = Server(2**34, longest=32768, step=8192, block=64)
     gain, bound = server.pruned(mask, 64, 256) / server.stock(mask.keep), server.by_bytes(mask, 64, 256)
     assert 0.8 * bound < gain < bound < 1 / mask.middle_bytes
+
+
+def test_packed_scales_are_planned_and_leave_room_for_more_tokens(tmp_path, capsys):
+    bits, tokens, shares = ChannelMask.load(LAYOUT).precision, [], []
+    for packed in (False, True):
+        path, precision = tmp_path / f"{packed}.safetensors", Precision(bits.key_bits, bits.value_bits, packed=packed)
+        ChannelMask(bits.keep, precision=precision).save(path)
+        shares.append(precision.middle_bytes)
+        assert ServerSettings.find(None, {"LEANK_MASK": str(path)}) == ServerSettings(str(path), 64, 256)
+        plan.main([str(path), "--longest", "32768", "--memory", "16"])
+        tokens.append(int(re.search(r"([\d,]+) with it", capsys.readouterr().out)[1].replace(",", "")))
+    assert 1 < tokens[1] / tokens[0] < shares[0] / shares[1]
 
 
 def test_the_plan_is_printed(capsys):
