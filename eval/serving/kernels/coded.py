@@ -30,7 +30,7 @@ from leank.eval.cache.attention.kernels.banded import (
     width_of,
     zero_unit,
 )
-from leank.eval.cache.attention.kernels.packed import HALF, ROOM, _together, of_word
+from leank.eval.cache.attention.kernels.packed import HALF, ROOM, _together, word_scale_and_zero
 from leank.eval.serving.kernels.paged import OF_BANDS, _ends, _look_up, stripe_of, tiles_of, window_from
 from leank.precision import GROUP
 
@@ -179,7 +179,7 @@ def _restored(code, scales, cell, mask, BITS: tl.constexpr, dtype: tl.constexpr,
     """Numbers of codes of BITS, whose scales and zero points are those of the cells; scales: bytes."""
     if PACKED:
         words = scales.to(tl.pointer_type(tl.int16), bitcast=True)
-        scale, zero = of_word(tl.load(words + cell, mask=mask, other=0), zero_unit(BITS))
+        scale, zero = word_scale_and_zero(tl.load(words + cell, mask=mask, other=0), zero_unit(BITS))
     else:
         numbers = scales.to(tl.pointer_type(dtype), bitcast=True)
         at = cell // 2 * 4 + cell % 2

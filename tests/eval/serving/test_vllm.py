@@ -139,7 +139,16 @@ def by_cache_of_codes(tmp_path_factory, layout):
     return served(tmp_path_factory.mktemp("cache"), "cache", "--mask", str(layout))
 
 
-@pytest.mark.parametrize(("variant", "block"), [("together", "128"), ("preempted", "64"), ("prefixes", "64")])
+@pytest.mark.parametrize(
+    ("layout", "variant", "block"),
+    [
+        (False, "together", "128"),
+        (False, "preempted", "64"),
+        (False, "prefixes", "64"),
+        (True, "preempted", "64"),
+    ],
+    indirect=["layout"],
+)
 def test_replies_over_codes_are_those_of_the_compressed_cache(tmp_path, layout, by_cache_of_codes, variant, block):
     """On the absolute grid; preempted and resumed requests, too. A hit of these requests lies in sink and window."""
     found = compare(by_cache_of_codes, served(tmp_path, variant, "--mask", str(layout), "--block-size", block))

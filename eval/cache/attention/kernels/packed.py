@@ -99,7 +99,7 @@ def scale_and_zero(cells, scales, number, there):
 
 
 @triton.jit
-def of_word(word, UNIT: tl.constexpr):
+def word_scale_and_zero(word, UNIT: tl.constexpr):
     """Scale and zero point, float32, of packed words, int16; UNIT as for `packed_scale_and_zero`."""
     scale = (word & 0x7FC0).to(tl.float16, bitcast=True).to(tl.float32)
     steps = (word & 63).to(tl.float32)
@@ -113,7 +113,7 @@ def packed_scale_and_zero(words, number, there, dtype: tl.constexpr, UNIT: tl.co
     words: address of word 0, as a pointer to pairs of words; UNIT: by what share of a scale zero points lie apart
     """
     word = (tl.load(words + number // 2, mask=there, other=0) >> number % 2 * 16).to(tl.int16)
-    scale, zero = of_word(word, UNIT)
+    scale, zero = word_scale_and_zero(word, UNIT)
     return scale.to(dtype), zero.to(dtype)
 
 
