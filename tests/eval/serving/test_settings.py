@@ -334,7 +334,7 @@ def test_the_bytes_that_a_layout_saves_become_tokens(packed):
     assert 0.8 * bound < gain < bound < 1 / mask.middle_bytes
 
 
-def test_packed_scales_are_planned_and_leave_room_for_more_tokens(tmp_path, capsys):
+def test_packed_scales_are_planned_and_leave_room_for_more_tokens(clean, tmp_path, capsys):
     bits, tokens, shares = ChannelMask.load(LAYOUT).precision, [], []
     for packed in (False, True):
         path, precision = tmp_path / f"{packed}.safetensors", Precision(bits.key_bits, bits.value_bits, packed=packed)
