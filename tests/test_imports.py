@@ -5,6 +5,7 @@ and those for types alone, too.
 """
 
 import ast
+import functools
 import re
 from graphlib import CycleError, TopologicalSorter
 
@@ -58,16 +59,19 @@ def package_of(module):
     return max((p for p in PACKAGES if f"{module}.".startswith(f"{p}.")), key=len, default=None)
 
 
+@functools.cache
 def imported(file):
     """(module, line) of every import of a file; a name that is a module of its own counts as that."""
+    found = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{file}:{node.lineno}: name the module in full"
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
-                yield (whole if is_module(whole) else node.module or ""), node.lineno
+                found.append((whole if is_module(whole) else node.module or "", node.lineno))
+    return found
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)

@@ -56,7 +56,7 @@ def source(form: codes.Form) -> str:
 def library(folder: Path, form: codes.Form) -> ctypes.CDLL:
     """The kernel in a form, compiled into a folder."""
     made = folder / f"{'-'.join(map(str, form))}.so"
-    given = ["g++", "-O1", "-std=c++20", "-w", "-shared", "-fPIC", *form.defined()]
+    given = ["g++", "-O0", "-std=c++20", "-w", "-shared", "-fPIC", *form.defined()]
     subprocess.run([*given, "-x", "c++", "-", "-o", str(made)], input=source(form), text=True, check=True)
     return ctypes.CDLL(str(made))
 

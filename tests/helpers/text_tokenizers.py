@@ -47,9 +47,10 @@ def tokenizer(kind: str) -> Any:
     unigram.train_from_iterator(
         text,
         trainers.UnigramTrainer(
-            vocab_size=4000, initial_alphabet=letters, special_tokens=special, unk_token="<unk>", show_progress=False
+            vocab_size=4000, initial_alphabet=letters, special_tokens=special, unk_token="<unk>", n_sub_iterations=1,
+            show_progress=False,
         ),
-    )
+    )  # fmt: skip
     unigram.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>",
         special_tokens=[("<s>", unigram.token_to_id("<s>")), ("</s>", unigram.token_to_id("</s>"))],

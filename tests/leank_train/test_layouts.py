@@ -159,17 +159,20 @@ def test_without_steps_and_budget_the_closed_form_gives_nested_masks(model_folde
 def test_factors_of_a_mask_give_nested_masks(model_folder, tmp_path):
     """Beside the closed form's; the same command again does no step."""
     given = [setting for setting in LAYOUTS if "bytes" not in setting and "nested" not in setting]
-    given += ["pruning.learns=factors", "pruning.ratio=0.5", "pruning.nested=[0.75]", "pruning.align=1"]
+    given += ["pruning.learns=factors", "pruning.ratio=0.5", "pruning.nested=[0.25,0.75]", "pruning.align=1"]
     first = run(settings(model_folder, *given), tmp_path)
-    names = "mask", "masks/mask_75pct", "masks/closed_form"
-    masks = wide, narrow, closed = [ChannelMask.load(tmp_path / f"{name}.safetensors") for name in names]
-    assert [mask.pruning_ratio for mask in masks] == [0.5, 0.75, 0.5]
-    assert (narrow.keep <= wide.keep).all()
+    names = "masks/mask_25pct", "mask", "masks/mask_75pct", "masks/closed_form"
+    *masks, closed = [ChannelMask.load(tmp_path / f"{name}.safetensors") for name in names]
+    assert [mask.pruning_ratio for mask in (*masks, closed)] == [0.25, 0.5, 0.75, 0.5]
+    for wide, narrow in pairwise(masks):
+        assert (narrow.keep <= wide.keep).all()
+        assert torch.equal(wide.mean_keys, narrow.mean_keys)
+    assert masks[0].mean_keys.abs().max() > 0
     assert closed.mean_keys is not None
     path = read_checkpoint(tmp_path / "checkpoints/stage1/done.ckpt", "")["alpha"]
     assert (path != 0.5).any()
     assert ((path >= 0) & (path <= 1)).all()
-    assert {"leank", "closed_form", "mask_75pct"} < {*first["verdict"]["kl"]}
+    assert {"leank", "closed_form", "mask_25pct", "mask_75pct"} < {*first["verdict"]["kl"]}
     again = run(settings(model_folder, *given), tmp_path)
     assert again["verdict"] == first["verdict"]
 

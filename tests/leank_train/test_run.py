@@ -4,7 +4,6 @@ import json
 import random
 import signal
 import time
-from itertools import pairwise
 
 import pytest
 import torch
@@ -103,19 +102,6 @@ def test_the_same_command_again_does_no_step_and_gives_the_same(finished, model_
     assert again["seconds"]["training"] == metrics["seconds"]["training"]
     for key in ("pruning_ratio", "distillation", "validation"):
         assert again[key] == metrics[key]
-
-
-def test_nested_masks_with_means(model_folder, tmp_path):
-    given = ["stage1=steered", "stage1.steps=6", "stage2.steps=0", "pruning.compensation=mean", "pruning.align=2"]
-    more = "pruning.learns=factors", "pruning.ratio=0.5", "pruning.nested=[0.25,0.75]", "data.calibration=2"
-    run(settings(model_folder, *given, *more), tmp_path)
-    names = ("masks/mask_25pct", "mask", "masks/mask_75pct")
-    masks = [ChannelMask.load(tmp_path / f"{name}.safetensors") for name in names]
-    assert [mask.pruning_ratio for mask in masks] == [0.25, 0.5, 0.75]
-    for lower, higher in pairwise(masks):
-        assert not (higher.keep & ~lower.keep).any()
-        assert torch.equal(lower.mean_keys, higher.mean_keys)
-    assert masks[0].mean_keys.abs().max() > 0
 
 
 def test_the_seed_decides(finished, model_folder, tmp_path):

@@ -13,7 +13,7 @@ from leank.conf.eval import method_options
 from leank.eval.cache import CompressedCache
 from leank.eval.inference.models import ModelConfig, load_config
 from leank.eval.inference.prefill import prefill
-from leank.eval.methods import REGISTRY, build_method
+from leank.eval.methods import REGISTRY, build_method, choice_class
 from leank.eval.methods.axes import Held
 from leank.eval.methods.memory import (
     STEPS,
@@ -64,20 +64,9 @@ def made(model, masks, tokenizer):
     given = evaluation(f"method=[{','.join(NAMES)}]", f"mask={masks}")["method"]
     given["by_length"]["channels"]["above"] = {"name": "random", "ratio": 0.5}
     for axes in given.values():
-        for choice in axes.values():
-            if isinstance(choice, dict) and choice["name"] in ("double_sparsity", "double_sparsity_channels"):
-                choice.update(samples=1, length=256)
-            if isinstance(choice, dict) and choice["name"] in (
-                "chanmix",
-                "duo_attention",
-                "fp8",
-                "kq_svd",
-                "oscar",
-                "pair_energy",
-                "pca",
-                "static_norm",
-            ):
-                choice["length"] = 700
+        for axis, choice in axes.items():
+            if axis in REGISTRY and hasattr(choice_class(axis, choice["name"]), "samples"):
+                choice.update(samples=1, length=700)
     found = [build_method(name, given[name]) for name in NAMES]
     Replay(model, tokenizer, Settings()).calibrate(found)
     return {one.label: one for one in found}

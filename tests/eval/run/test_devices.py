@@ -36,6 +36,14 @@ def evaluate(model_folder, tmp_path, monkeypatch):
     return lambda name, *more: run(composed([*OVERRIDES, f"model.name={model_folder}", *more]), tmp_path / name)
 
 
+@pytest.fixture(scope="module")
+def of_one(model_folder, tmp_path_factory):
+    """The rows of one device."""
+    out = tmp_path_factory.mktemp("one")
+    assert run(composed([*OVERRIDES, f"model.name={model_folder}"]), out) == 24
+    return rows(out)
+
+
 def failing(monkeypatch, device, end):
     """Let the process of a device end in its second batch."""
     answers, batches = Replay.answers, []
@@ -49,11 +57,10 @@ def failing(monkeypatch, device, end):
     monkeypatch.setattr(Replay, "answers", ends)
 
 
-def test_rows_of_two_devices_are_those_of_one(evaluate, tmp_path, caplog):
-    assert evaluate("one") == 24
+def test_rows_of_two_devices_are_those_of_one(evaluate, of_one, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         assert evaluate("two", "devices=2") == 24
-    assert rows(tmp_path / "two") == rows(tmp_path / "one")
+    assert rows(tmp_path / "two") == of_one
     assert {file.name for file in (tmp_path / "two").glob("*.jsonl")} == {
         "results-0-of-2.jsonl",
         "results-1-of-2.jsonl",
@@ -78,7 +85,9 @@ def test_what_a_device_warns_of_is_said_once(evaluate, caplog):
         (lambda: os.kill(os.getpid(), signal.SIGKILL), ChildProcessError, "its process was ended by SIGKILL"),
     ],
 )  # fmt: skip
-def test_a_device_that_fails_ends_all_and_the_same_command_goes_on(evaluate, tmp_path, monkeypatch, end, kind, message):
+def test_a_device_that_fails_ends_all_and_the_same_command_goes_on(
+    evaluate, of_one, tmp_path, monkeypatch, end, kind, message
+):
     monkeypatch.setattr("leank.eval.report.write_report", lambda *_: None)
     with monkeypatch.context() as patch:
         failing(patch, 1, end)
@@ -87,8 +96,7 @@ def test_a_device_that_fails_ends_all_and_the_same_command_goes_on(evaluate, tmp
     there = len(rows(tmp_path / "two"))
     assert 4 <= there < 24  # the first batch of that device at least
     assert evaluate("two", "devices=3") == 24 - there  # on any number of them
-    evaluate("one")
-    assert rows(tmp_path / "two") == rows(tmp_path / "one")
+    assert rows(tmp_path / "two") == of_one
     assert evaluate("two") == evaluate("two", "devices=2") == 0
 
 

@@ -16,7 +16,6 @@ from leank_train.train import run as train
 from scripts.wandb_workspace import PANELS, workspace
 from tests import ROOT
 from tests.helpers.composed import evaluation
-from tests.helpers.pictures import drawn
 from tests.helpers.tiny_run import VALIDATION, save_model, settings
 
 SECRET = "a" * 8 + "5eC4e7" + "b" * 26  # as long as a key
@@ -34,8 +33,7 @@ def folders(tmp_path_factory):
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("WANDB_SILENT", "true")
         steps = ["stage1.steps=2", "stage2.steps=1"]
-        with drawn():
-            train(settings(model, *VALIDATION, "logger=wandb", *steps), top / "train")
+        train(settings(model, *VALIDATION, "logger=wandb", *steps), top / "train")
         config = evaluation(
             f"model.name={model}", f"mask={top / 'train/mask.safetensors'}", "method=[dense,leank,random]",
             "benchmark.tasks=[niah_multikey_2,niah_single_1]", "benchmark.lengths=[320,384]", "benchmark.samples=1",
