@@ -16,6 +16,7 @@ from leank.eval.rows import Results, read
 from leank.eval.run.build import build_job
 from tests import DATA
 from tests.conftest import tiny_model
+from tests.helpers import longproc
 from tests.helpers.benchmark_lines import AIME, BABI, GPQA, MRCR, NEEDLE, V2, helmet_files
 from tests.helpers.composed import evaluation
 from tests.helpers.gsm_solver import solve
@@ -51,6 +52,7 @@ def data(tmp_path_factory):
         lines(folder / "ib" / f"{task}.jsonl", [row, {**row, "id": 1}])
     (folder / "data.json").write_text(json.dumps([V2, {**V2, "_id": "x2", "length": "long"}]))
     helmet_files(folder)
+    longproc.write(folder / "longproc")
     (folder / "needle_set.json").write_text(json.dumps([NEEDLE]))
     (folder / "books").mkdir()
     (folder / "books" / "1.txt").write_text((FILLER + "\n") * 10)
@@ -93,6 +95,7 @@ SETTINGS = {
     "gpqa": ("benchmark.path={data}",),
     "mrcr": ("benchmark.path={data}", "benchmark.tasks=[2needle]"),
     "longgenbench": ("benchmark.questions=3", "benchmark.samples=2"),
+    "longproc": ("benchmark.path={data}/longproc", "benchmark.tasks=[path_traversal_0.5k,tom_tracking_0.5k]"),
     "mmlu": ("benchmark.path={data}", "benchmark.samples=1", "benchmark.tasks=[anatomy,astronomy]"),
     "gsm_infinite": (
         *("benchmark.subsets=[medium,hard,symbolic]", "benchmark.lengths=[0]"),
