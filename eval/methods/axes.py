@@ -18,7 +18,7 @@ from leank.data_gen.task import Sample
 from leank.eval.cache.storage import codecs, middle
 from leank.eval.cache.storage.eviction import Eviction
 from leank.eval.cache.storage.sizes import Sizes
-from leank.eval.inference.prefill import Prefill, PromptLayer
+from leank.eval.inference.prefill import Prefill
 from leank.precision import Precision
 from leank.shape import kv_shape
 from leank.typed import Checked
@@ -147,8 +147,8 @@ class Tokens(Axis, ABC):
         """Whether tokens that leave the window while decoding join the middle: bool [L, H], None if all do."""
         return None
 
-    def eviction(self, layer: PromptLayer, config: PreTrainedConfig, sizes: Sizes) -> Eviction | None:
-        """Which tokens leave the middle of one layer while decoding; None if none leave."""
+    def eviction(self, index: int, config: PreTrainedConfig, sizes: Sizes) -> Eviction | None:
+        """Which tokens leave the middle of layer `index` while decoding; None if none leave."""
         return None
 
     def most(self, sizes: Sizes) -> int | None:

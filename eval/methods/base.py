@@ -158,7 +158,7 @@ class Method(Checked):
                 joins=None if joins is None else joins[index],
                 bits=codecs[index],
                 reads=None if self.reads is None else self.reads.of_layer(index),
-                eviction=self.tokens.eviction(layer, config, sizes)
+                eviction=self.tokens.eviction(index, config, sizes)
                 if self.tokens is not None and isinstance(layer, PromptLayer)
                 else None,
                 center=None if means is None else means[index],

@@ -88,6 +88,7 @@ class Store:
         self._fill_middle(k, v, None if real is None else in_middle, chosen)
         if middle.eviction is not None:
             self.eviction = self._begin_eviction(middle.eviction, position, in_middle, chosen, scores)
+            self.eviction.seen = self.seen
             self._prune(0)
         self.reads = None if middle.reads is None else middle.reads.start(self)
 
@@ -209,6 +210,7 @@ class Store:
             if self.reads is not None:
                 self.reads.moved(self)
         if self.eviction is not None:
+            self.eviction.seen = self.seen
             (evict or Store.evict)(self)
         self.fit(0)
         self.quiet = size.window + size.flush - int((self.seen - self.start).max())

@@ -53,9 +53,9 @@ class Scored(Tokens):
     # what a KV head keeps of the prompt in all, sink and window included. A share is rounded down.
     budget: Budget = 1024
 
-    @abstractmethod
     def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:
         """The score of every token of one layer, [B, H, T]; real: bool [B, T]. Of equal ones the earlier stays."""
+        raise NotImplementedError(f"{type(self).__name__} defines of_layer in its place")
 
     def check_sizes(self, sizes: Sizes) -> None:
         if isinstance(self.budget, int):
@@ -83,16 +83,21 @@ class Scored(Tokens):
     def keep_mask(self, prefill: Prefill, config: PreTrainedConfig, sizes: Sizes) -> list[Tensor | None]:
         sizes = self.protected(sizes)
         return [
-            self._kept(layer, layer.real(prefill.real), count, config, sizes)
-            if isinstance(layer, PromptLayer)
-            else None
-            for layer, count in zip(prefill.layers, self.counts(prefill, sizes), strict=True)
+            self._kept(index, prefill, count, config, sizes) if isinstance(layer, PromptLayer) else None
+            for index, (layer, count) in enumerate(zip(prefill.layers, self.counts(prefill, sizes), strict=True))
         ]
 
+    def of_layer(self, index: int, prefill: Prefill, config: PreTrainedConfig) -> Tensor:
+        """`scores` of layer `index`, [B, H, T]; a choice that needs more than the layer defines this instead."""
+        layer = prefill.layers[index]
+        return self.scores(layer, layer.real(prefill.real), config)
+
     def _kept(
-        self, layer: PromptLayer, real: Tensor | None, count: int | Tensor, config: PreTrainedConfig, sizes: Sizes
+        self, index: int, prefill: Prefill, count: int | Tensor, config: PreTrainedConfig, sizes: Sizes
     ) -> Tensor | None:
         """Sink, window and `count` tokens between them in one layer, bool [B, H, T]; None if that is all of them."""
+        layer: PromptLayer = prefill.layers[index]
+        real = layer.real(prefill.real)
         none_seen = torch.zeros(len(layer.keys), dtype=torch.long, device=layer.keys.device)
         position = real_positions(none_seen, layer.keys.shape[2], real)
         middle = middle_columns(position, sizes)
@@ -100,7 +105,7 @@ class Scored(Tokens):
         if bool((middle.sum(-1) <= count).all()):
             return None
         ends = (position >= 0) & ~middle
-        scores = self.scores(layer, real, config).masked_fill(~middle[:, None], -torch.inf)
+        scores = self.of_layer(index, prefill, config).masked_fill(~middle[:, None], -torch.inf)
         return self.highest(scores, count, sizes) & middle[:, None] | ends[:, None]
 
     def kept_counts(self, config: PreTrainedConfig, columns: list[int], sizes: Sizes) -> np.ndarray | None:
@@ -122,16 +127,16 @@ class Evicting(Scored):
         if self.evict and not isinstance(self.budget, int):
             raise ValueError(f"budget={self.budget} is a share of the prompt; evict=true needs a number of tokens")
 
-    def eviction(self, layer: PromptLayer, config: PreTrainedConfig, sizes: Sizes) -> HeavyHitters | None:
+    def eviction(self, index: int, config: PreTrainedConfig, sizes: Sizes) -> HeavyHitters | None:
         most = self.most(sizes)
-        return None if most is None else self.policy(most)
+        return None if most is None else self.policy(most, index, config)
 
     def most(self, sizes: Sizes) -> int | None:
         return self.between(0, sizes) if self.evict else None
 
     @abstractmethod
-    def policy(self, heavy: int) -> HeavyHitters:
-        """How tokens leave while decoding. heavy: tokens of the middle that stay."""
+    def policy(self, heavy: int, index: int, config: PreTrainedConfig) -> HeavyHitters:
+        """How tokens of layer `index` leave while decoding. heavy: tokens of the middle that stay."""
 
     def extra_bytes(self, held: Held) -> float:
         return scores_bytes(held) if self.evict else 0

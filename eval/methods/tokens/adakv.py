@@ -40,7 +40,7 @@ class AdaKV(Scored):
         if "budget" in given:
             raise ValueError(f"adakv.scores_of.budget={given['budget']} does not count; set adakv.budget")
         found = choice("tokens", given, "adakv.scores_of")
-        if not isinstance(found, Scored) or isinstance(found, AdaKV):
+        if not isinstance(found, Scored) or isinstance(found, AdaKV) or type(found).scores is Scored.scores:
             raise ValueError(f"adakv.scores_of.name={given['name']} has no scores; choose snapkv, h2o or tova")
         return replace(found, budget=self.budget)
 

@@ -44,13 +44,7 @@ class ExpectedAttention(Scored):
     epsilon: Annotated[float, Ge(0)] = 0.0  # added to the attention
 
     def check(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        rope = getattr(config, "rope_parameters", None) or {}
-        kind = rope.get("rope_type", "default")
-        if kind not in STATIC or not rotates_halves(config) or layer_ropes(config)[0] != rope:
-            raise ValueError(
-                f"expected_attention needs a model whose RoPE rotates all channels, p and p + D / 2 together, by "
-                f"{', '.join(STATIC)} frequencies that all layers share, not {config.model_type} ({kind}); use snapkv"
-            )
+        check_rope("expected_attention", config)
 
     def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:
         keys = layer.keys.to(wide(layer.keys))
@@ -90,8 +84,19 @@ class ExpectedAttention(Scored):
         return average * torch.polar(torch.ones_like(back), back)
 
 
+def check_rope(name: str, config: PreTrainedConfig) -> None:
+    """Raise ValueError, for the choice `name`, if a model's RoPE has no `frequencies`."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind not in STATIC or not rotates_halves(config) or layer_ropes(config)[0] != rope:
+        raise ValueError(
+            f"{name} needs a model whose RoPE rotates all channels, p and p + D / 2 together, by {', '.join(STATIC)} "
+            f"frequencies that all layers share, not {config.model_type} ({kind}); use snapkv"
+        )
+
+
 def frequencies(config: PreTrainedConfig) -> Tensor:
-    """RoPE's frequency of every pair of channels, float64 [D / 2]; `check` says which models have such."""
+    """RoPE's frequency of every pair of channels, float64 [D / 2]; `check_rope` says which models have such."""
     rope, dim = getattr(config, "rope_parameters", None) or {}, kv_shape(config)[2]
     kind = rope.get("rope_type", "default")
     if kind != "default":

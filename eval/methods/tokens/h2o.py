@@ -32,5 +32,5 @@ class H2O(Evicting):
         assert layer.column_sums is not None
         return layer.column_sums
 
-    def policy(self, heavy: int) -> HeavyHitters:
+    def policy(self, heavy: int, index: int, config: PreTrainedConfig) -> HeavyHitters:
         return HeavyHitters(heavy)

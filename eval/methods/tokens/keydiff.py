@@ -36,7 +36,7 @@ class KeyDiff(Evicting):
         there = torch.ones_like(layer.keys[:, 0, :, 0], dtype=torch.bool) if real is None else real
         return unlike(layer.keys, there[:, None])
 
-    def policy(self, heavy: int) -> Unlike:
+    def policy(self, heavy: int, index: int, config: PreTrainedConfig) -> Unlike:
         return Unlike(heavy)
 
 

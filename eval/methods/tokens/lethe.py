@@ -17,7 +17,7 @@ from leank.eval.cache.storage.eviction import Choice, Eviction, largest
 from leank.eval.cache.storage.segment import Segment
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.cache.storage.upload import upload
-from leank.eval.inference.prefill import Prefill, PromptLayer
+from leank.eval.inference.prefill import Prefill
 from leank.eval.methods.axes import Held, Tokens, method
 from leank.eval.methods.common.scored import scores_bytes
 from leank.typed import Count, OneOf, Positive, Share
@@ -80,7 +80,7 @@ class Lethe(Tokens):
     def extra_bytes(self, held: Held) -> float:
         return scores_bytes(held)
 
-    def eviction(self, layer: PromptLayer, config: PreTrainedConfig, sizes: Sizes) -> Rounds:
+    def eviction(self, index: int, config: PreTrainedConfig, sizes: Sizes) -> Rounds:
         return Rounds(self)
 
 

@@ -79,7 +79,7 @@ class RKV(Evicting):
         pooled = max_pool1d(importance, self.kernel, 1, self.kernel // 2)
         return self.mix * pooled - (1 - self.mix) * redundant
 
-    def policy(self, heavy: int) -> Redundant:
+    def policy(self, heavy: int, index: int, config: PreTrainedConfig) -> Redundant:
         return Redundant(heavy, self)
 
 

@@ -40,7 +40,7 @@ class TOVA(Evicting):
         attention = received(last, layer.keys, real=real, scaling=layer.scaling, softmax=layer.softmax)
         return attention.mean(1, keepdim=True).expand(-1, layer.keys.shape[1], -1)
 
-    def policy(self, heavy: int) -> LastQuery:
+    def policy(self, heavy: int, index: int, config: PreTrainedConfig) -> LastQuery:
         return LastQuery(heavy)
 
 

@@ -28,7 +28,9 @@ from leank.eval.methods.tokens.h2o import H2O
 from leank.eval.methods.tokens.lethe import Lethe, Rounds
 from leank.eval.methods.tokens.rkv import RKV, Redundant, redundancy
 from leank.eval.methods.tokens.tova import TOVA, LastQuery
+from leank.eval.methods.tokens.triattention import Attractive, TriAttention
 from tests.helpers.cache_oracle import left_padded
+from tests.helpers.drawn import calibrated, centres
 from tests.helpers.thinned import at_length, thinned
 
 POLICIES = {
@@ -156,6 +158,22 @@ def test_many_steps_interpreted(policy, dim):
     assert len(pages) < 4  # tokens leave in place, and the tail seldom moves
 
 
+@pytest.mark.skipif(ON_GPU, reason="the same on the device below")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_distances_count_from_the_next_token_of_each_row_interpreted():
+    pair = Pair(Attractive(23, centres(2, 2, 64, 40)), [52, 31], [64, 20], Sizes(3, 8, 4), 64, 2, 1)
+    for step in range(8):
+        pair.step(1, torch.tensor([[True], [step % 3 != 1]]))
+    assert pair.fast.eviction.seen.tolist() == [60, 36]
+
+
+@pytest.mark.gpu
+def test_distances_count_from_the_next_token_of_each_row_on_the_device():
+    pair = Pair(Attractive(23, centres(2, 2, 128, 40)), [300, 41], [128, 33], Sizes(4, 32, 16), 128, 2, 1)
+    for step in range(200):
+        pair.step(1, torch.tensor([[True], [step % 7 != 3]], device=DEVICE), bits=step % 20 == 0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("policy", "dim"), [*((one, 128) for one in POLICIES), ("h2o", 256), ("rkv", 192), ("rkv", 256)]
@@ -179,6 +197,7 @@ CHOICES = {
     "h2o": H2O(budget=100),
     "tova": TOVA(budget=100),
     "rkv": RKV(budget=100),
+    "triattention": TriAttention(budget=100),
     "lethe": Lethe(3.0, evict_at=120),
     "lethe, printed": Lethe(evict_at=120, reading="printed", limit=300),
 }
@@ -190,6 +209,7 @@ def test_a_captured_step_decodes_what_single_steps_do(choice, captures, monkeypa
     """Many tokens of two rows, one of them padded, through evictions and a tail that moves."""
     model = load_model(ModelConfig())
     method = Method("m", tokens=CHOICES[choice], sink=4, window=32, flush=8, backend="triton")
+    calibrated(method, model.config)
     ids, mask = left_padded((400, 250), 5)
     ids, real, new = ids.to(model.device), mask.bool().to(model.device), 1000 if choice in ("h2o", "lethe") else 250
     found = []

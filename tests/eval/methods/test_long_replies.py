@@ -20,14 +20,18 @@ from leank.eval.inference import decode
 from leank.eval.inference.prefill import prefill
 from leank.eval.methods import build_method
 from leank.eval.methods.memory import method_bytes
+from leank.eval.methods.tokens.expected_attention import frequencies
 from leank.eval.methods.tokens.h2o import H2O
 from leank.eval.methods.tokens.keydiff import KeyDiff
 from leank.eval.methods.tokens.lethe import Lethe, hoyer
 from leank.eval.methods.tokens.rkv import RKV
 from leank.eval.methods.tokens.tova import TOVA
+from leank.eval.methods.tokens.triattention import TriAttention
 from leank.mask import ChannelMask
 from tests.conftest import tiny_model
+from tests.helpers.drawn import calibrated
 from tests.oracles import cache_attention as naive
+from tests.oracles import triattention
 from tests.oracles.attention import weights as attention_weights
 
 RUNNING = []  # the slow form whose turn it is
@@ -50,9 +54,10 @@ class Held:
 
 
 class Slow:
-    """One prompt; the choice is H2O, TOVA, KeyDiff, R-KV or Lethe. keep: bool [L, H, D]."""
+    """One prompt; the choice is H2O, TOVA, KeyDiff, TriAttention, R-KV or Lethe. keep: bool [L, H, D]."""
 
-    def __init__(self, choice, sizes, keep):
+    def __init__(self, choice, sizes, keep, config):
+        self.config = config
         self.choice, self.sizes, self.keep = choice, sizes, keep
         self.layers = [None] * len(keep)
         self.decay = {TOVA: 0.0, RKV: 1 - 1 / getattr(choice, "queries", 1), Lethe: getattr(choice, "gamma", 1)}.get(
@@ -94,11 +99,14 @@ class Slow:
             ranks, sums = [weights[:, -1].mean(0)] * heads, torch.zeros_like(sums)
         elif isinstance(choice, KeyDiff):
             ranks, sums = [self.keydiff(k[head]) for head in range(heads)], torch.zeros_like(sums)
+        elif isinstance(choice, TriAttention):
+            ranks = [self.triattention(index, head, k[head], range(tokens), tokens) for head in range(heads)]
+            sums = torch.zeros_like(sums)
         else:
             ranks = sums
         middle = [list(range(sizes.sink, start)) if kept.any() else [] for kept in self.keep[index]]
         self.layers[index] = held = Held(k, v, sums, middle, start)
-        if isinstance(choice, (H2O, TOVA, RKV, KeyDiff)):
+        if isinstance(choice, (H2O, TOVA, RKV, KeyDiff, TriAttention)):
             room = choice.budget - sizes.sink - sizes.window - (start - certain)
             for head, rank in enumerate(ranks):
                 best = sorted(range(sizes.sink, certain), key=lambda j, rank=rank: (-float(rank[j]), j))[:room]
@@ -120,7 +128,7 @@ class Slow:
         for middle, kept in zip(held.middle, self.keep[index], strict=True):
             middle += range(held.start, held.start + due) if kept.any() else ()
         held.start += due
-        if due and isinstance(choice, (H2O, TOVA, RKV, KeyDiff)):
+        if due and isinstance(choice, (H2O, TOVA, RKV, KeyDiff, TriAttention)):
             room = choice.budget - sizes.sink - sizes.window
             for head, middle in enumerate(held.middle):
                 if len(middle) > room:
@@ -138,6 +146,10 @@ class Slow:
             middle = held.middle[head]
             ranks = self.keydiff((held.keys[head] * self.keep[index, head])[middle]).tolist()
             return dict(zip(middle, ranks, strict=True))
+        if isinstance(self.choice, TriAttention):
+            middle = held.middle[head]
+            keys = (held.keys[head] * self.keep[index, head])[middle]
+            return dict(zip(middle, self.triattention(index, head, keys, middle, held.tokens).tolist(), strict=True))
         tokens = self.around(held.middle[head], held)
         share = held.scores[head, tokens] / held.scores[head, tokens].sum()
         observed = held.tokens - held.start
@@ -148,6 +160,14 @@ class Slow:
         """Minus the cosine of each of keys [n, D] with the mean of their directions."""
         anchor = sum(key / key.norm() for key in keys) / len(keys)
         return torch.stack([-(key @ anchor) / (key.norm() * anchor.norm()) for key in keys])
+
+    def triattention(self, index, head, keys, places, now):
+        """The scores of keys [n, D] that stand at `places`, as the next token comes to `now`."""
+        means, sizes = self.choice._found[self.choice.calibrated_on][index].unbind(1)
+        group = len(means) // self.keep.shape[1]
+        of_head = slice(head * group, (head + 1) * group)
+        given = means[of_head], sizes[of_head].real, frequencies(self.config), self.choice.future
+        return triattention.scores(keys, places, now, *given)
 
     def rkv(self, importance, keys, compared, tokens=None, observed=0):
         """Z of `tokens`, of which those `compared` have a redundancy, and the last ones are `observed`."""
@@ -241,6 +261,9 @@ CASES = {
     "h2o, an empty head": ((16, 2, 2, 2), (2, 4, 3), (37, 12), {"name": "h2o", "budget": 16}, None),
     "keydiff": ((16, 2, 2, 2), (2, 4, 3), (60, 7), {"name": "keydiff", "budget": 20}, 0.5),
     "keydiff, an empty head": ((16, 2, 2, 2), (0, 5, 1), (37, 12), {"name": "keydiff", "budget": 14}, None),
+    "triattention": ((16, 2, 2, 1), (2, 4, 7), (40, 7), {"name": "triattention", "budget": 20, "future": 99}, 0),
+    "triattention, an empty head": ((16, 2, 2, 2), (0, 0, 8), (37, 12),
+                                    {"name": "triattention", "budget": 14, "future": 5}, None),
     "tova": ((96, 1, 3, 1), (0, 0, 3), (60, 7, 1), {"name": "tova", "budget": 25}, 0.5),
     "rkv": ((16, 1, 7, 2), (3, 6, 1), (60, 7),
             {"name": "rkv", "budget": 30, "queries": 8, "kernel": 3, "threshold": 0.2}, 0.5),
@@ -269,7 +292,7 @@ def test_replies_are_those_of_the_slow_form(case, steps):
         mask[-1, -1] = False
         given["channels"] = {"name": "leank", "mask": ChannelMask(mask)}
     chosen = build_method(case, given, {"sink": sink, "window": window, "flush": flush, "backend": "torch"})
-    choice = chosen.tokens
+    choice = calibrated(chosen, model.config).tokens
     whole = torch.ones(layers, heads, dim, dtype=torch.bool)
     keep = whole if chosen.channels is None else chosen.channels.keep_mask(None, model.config)
     generator, width = torch.Generator().manual_seed(dim), max(lengths)
@@ -278,7 +301,7 @@ def test_replies_are_those_of_the_slow_form(case, steps):
     forced = torch.randint(2, 97, (len(lengths), steps), generator=generator)
     found, cache = replayed(chosen, model, ids, real, forced)
     for row, length in enumerate(lengths):
-        slow = Slow(choice, Sizes(sink, window, flush), keep)
+        slow = Slow(choice, Sizes(sink, window, flush), keep, model.config)
         want = slow_replies(slow, model, ids[row : row + 1, width - length :], forced[row : row + 1])
         torch.testing.assert_close(found[row], want, rtol=1e-6, atol=1e-8)
         for layer, held in zip(cache.layers, slow.layers, strict=True):
@@ -341,7 +364,8 @@ def test_whatever_the_attention_memory_is_bounded_and_both_ends_stay(reading, pe
 
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
-    name=st.sampled_from(["h2o", "tova", "keydiff", "rkv"]), sink=st.integers(0, 3), window=st.integers(0, 9),
+    name=st.sampled_from(["h2o", "tova", "keydiff", "triattention", "rkv"]), sink=st.integers(0, 3),
+    window=st.integers(0, 9),
     flush=st.integers(1, 7), heavy=st.integers(0, 12), start=st.integers(2, 40), ratio=st.sampled_from([0.0, 0.5]),
     seed=st.integers(0, 99),
 )  # fmt: skip
@@ -354,6 +378,7 @@ def test_no_step_of_a_reply_holds_more_than_the_budget(name, sink, window, flush
     config |= {"channels": {"name": "random", "ratio": ratio}} if ratio else {}
     model = random_model(dim, heads, 1, 1)
     chosen = build_method("one", config, {"sink": sink, "window": window, "flush": flush, "backend": "torch"})
+    chosen = calibrated(chosen, model.config)
     ids = torch.randint(2, 97, (rows, start + 40), generator=torch.Generator().manual_seed(seed))
     passed = chosen.run_prefill(model, ids[:, :start], None, 40)
     cache = chosen.cache(model, passed)

@@ -15,10 +15,11 @@ from leank.eval.methods.memory import planned_bytes
 from leank.mask import ChannelMask
 from tests.conftest import tiny_model
 from tests.helpers.cache_oracle import left_padded
+from tests.helpers.drawn import calibrated
 from tests.helpers.layouts import layout_mask
 
 LAYERS, HEADS, DIM = SHAPE = 2, 2, 32
-EVICT = ("h2o", "tova", "keydiff", "rkv")
+EVICT = ("h2o", "tova", "keydiff", "triattention", "rkv")
 
 
 def small_model(positions=1024):
@@ -74,6 +75,7 @@ def test_any_method_holds_what_was_planned_wherever_its_reply_stands(name, sink,
     if "h2o" in name or name in EVICT:  # whose scores are as long in every row
         lengths, parts = lengths[:1] * len(lengths), [min(part, 40) for part in parts]
     model, one = small_model(), chosen(name, sink, window, flush, budget)
+    calibrated(one, model.config)
     ids, real = left_padded(lengths, 3)
     passed = one.run_prefill(model, ids, real, sum(parts))
     cache, new = one.cache(model, passed), 0
