@@ -365,12 +365,14 @@ def test_whatever_the_attention_memory_is_bounded_and_both_ends_stay(reading, pe
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(["h2o", "tova", "keydiff", "triattention", "rkv"]), sink=st.integers(0, 3),
-    window=st.integers(0, 9),
-    flush=st.integers(1, 7), heavy=st.integers(0, 12), start=st.integers(2, 40), ratio=st.sampled_from([0.0, 0.5]),
-    seed=st.integers(0, 99),
+    window=st.integers(0, 9), flush=st.integers(1, 7), heavy=st.integers(0, 12), start=st.integers(2, 40),
+    less=st.integers(0, 39), ratio=st.sampled_from([0.0, 0.5]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_no_step_of_a_reply_holds_more_than_the_budget(name, sink, window, flush, heavy, start, ratio, seed):
-    """Tokens of a head: the budget, and those of the window that wait for the next flush, fewer than `flush`."""
+def test_no_step_of_a_reply_holds_more_than_the_budget(name, sink, window, flush, heavy, start, less, ratio, seed):
+    """Tokens of a head: the budget, and those of the window that wait for the next flush, fewer than `flush`.
+
+    One row has `less` tokens of padding, so that it flushes and evicts at steps of its own.
+    """
     rows, heads, dim = 2, 2, 8
     window = max(window, 4) if name == "rkv" else window  # of which the observed tokens are a part
     options = {"queries": 4} if name == "rkv" else {}
@@ -380,7 +382,8 @@ def test_no_step_of_a_reply_holds_more_than_the_budget(name, sink, window, flush
     chosen = build_method("one", config, {"sink": sink, "window": window, "flush": flush, "backend": "torch"})
     chosen = calibrated(chosen, model.config)
     ids = torch.randint(2, 97, (rows, start + 40), generator=torch.Generator().manual_seed(seed))
-    passed = chosen.run_prefill(model, ids[:, :start], None, 40)
+    real = torch.arange(start + 40) >= torch.tensor([0, min(less, start - 1)])[:, None]
+    passed = chosen.run_prefill(model, ids[:, :start], real[:, :start], 40)
     cache = chosen.cache(model, passed)
     (layer,), token = cache.layers, 2 * heads * dim * 8  # bytes of a token that no channel is gone from
     for step in range(41):
@@ -395,8 +398,9 @@ def test_no_step_of_a_reply_holds_more_than_the_budget(name, sink, window, flush
         assert kept <= rows * (whole + (flush - 1) * token)
         assert memory.extra <= rows * heads * 4 * (chosen.tokens.budget + flush - 1)
         if step < 40:
-            decode.read(model, cache, ids[:, start + step, None], None)
-    assert everything.max() >= min(start + 40, chosen.tokens.budget)  # and the budget is used
+            decode.read(model, cache, ids[:, start + step, None], real[:, : start + step + 1])
+    for row, tokens in enumerate(real.sum(-1).tolist()):  # and the budget is used
+        assert everything[row].max() >= min(tokens, chosen.tokens.budget)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
