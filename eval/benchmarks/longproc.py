@@ -240,8 +240,12 @@ def examples(folder: Path, kind: str) -> str:
         solved = [(f"Numbers: {nums}\nTarget: {target}", searches.countdown(nums, target)) for nums, target in SHOWN]
     elif kind == "travel_planning":
         name = "travel_planning_icl_examples"
-        trips = [line.data for line in checked(read(f"LongProc {name}", name, folder, Hub("", f"{name}.json")), TRIP)]
-        solved = [(trip["disambig_question_text"], searches.travel(trip)) for trip in trips]
+        solved = []
+        for line in checked(read(f"LongProc {name}", name, folder, Hub("", f"{name}.json")), TRIP):
+            try:
+                solved.append((line.data["disambig_question_text"], searches.travel(line.data)))
+            except ValueError as error:
+                raise line.error(str(error)) from None
     else:
         return ""
     return "\n\n".join(f"# Example\n{problem}\n\n{solution}" for problem, solution in solved)
@@ -312,9 +316,9 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 def score_html(answers: Sequence[Any], reply: str) -> Scores:
     """F1 of the lines of ```tsv ... ```, or of the whole reply: shares of either table's lines that the other has.
 
-    Lines count without their order and their repetitions; cells are equal as `plain` texts without blanks. The first
-    line is not compared. A line of another width counts as one of N/A, and is left out where it is the last. The score
-    is 0 if the tables' widths differ, a column's name stands twice, or nothing follows the first line.
+    Lines may have any order, and repeated ones count each time; cells are equal as `plain` texts without blanks. The
+    first line is not compared. A line of another width counts as one of N/A, and is left out where it is the last. The
+    score is 0 if the tables' widths differ, a column's name stands twice, or nothing follows the first line.
     """
     block = re.search(r"```tsv([\s\S]*)```", reply)
     given = block[1] if block else reply.split("```tsv")[1] if "```tsv" in reply else reply

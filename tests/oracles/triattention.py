@@ -3,9 +3,10 @@
 import torch
 
 
-def scores(keys, places, now, means, sizes, frequency, future):
+def scores(keys, places, now, means, sizes, frequency, future, first=0):
     """Scores [n] of one KV head's keys [n, D] after RoPE at places [n]; now: the next token's position.
 
+    first: how many keys do not count in mean and deviation
     means: complex [G, D / 2], E q_f of the group's query heads before RoPE; sizes: [G, D / 2], E |q_f|
     """
     offsets, offset = [], 1
@@ -23,5 +24,6 @@ def scores(keys, places, now, means, sizes, frequency, future):
             far = [(mean.abs() * k.abs() * torch.cos(frequency * (now - place + o) + phase)).sum() for o in offsets]
             raw.append(sum(far) / len(far) + ((size - mean.abs()) * k.abs()).sum())
         raw = torch.stack(raw)
-        found.append((raw - raw.mean()) / max(1e-6, float(((raw - raw.mean()) ** 2).mean()) ** 0.5))
+        mean = raw[first:].mean()
+        found.append((raw - mean) / max(1e-6, float(((raw[first:] - mean) ** 2).mean()) ** 0.5))
     return torch.stack(found).amax(0)

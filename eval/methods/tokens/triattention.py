@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -40,17 +41,17 @@ class TriAttention(FromSamples, Evicting):
 
     q_f and k_f are pair f of RoPE's channels as a complex number before RoPE, w_f its frequency, p_j the token's
     position, t the next token's. E q_f and E |q_f| are means over all queries of the calibration samples. While
-    decoding, tokens leave whenever `flush` have left the window. The authors' rounds are those of sink=0, window=0,
-    flush=128.
+    decoding, tokens leave whenever `flush` have left the window. The authors' tables have sink=0, window=0, flush=128
+    and keep_prompt, their plug-in for vLLM window=128 and no keep_prompt.
 
     Deviations
     - Every KV head of every layer chooses by itself, the authors' `per_layer_perhead_pruning`. In their tables KV head
       h keeps the same tokens in all layers, by the mean of score_j over layers.
-    - The prompt's tokens compete with the reply's, the authors' `allow_prefill_compression`; in their tables they stay.
-      A prompt longer than the budget is cut at its end, with mean and std over all its tokens.
+    - A prompt longer than the budget is cut at its end, with mean and std over all its tokens.
     - Rounds come every `flush` tokens from the prompt's end on. The authors' first comes with budget + 128 tokens.
     - Of equal scores the later token stays, of the prompt's the earlier; the authors add noise below 1e-6.
-    - While decoding, mean and std are over the middle, and keys count in the channels that they keep.
+    - While decoding, mean and std are over the middle's tokens that compete, and keys count in the channels that they
+      keep.
     - Queries are those that RoPE turns, behind the norm that some models have (Qwen3); the authors' calibrate.py leaves
       it out.
     - Calibration samples are RULER's prompts of natural text, 30,000 tokens; the authors take up to 32,768 of any text.
@@ -60,6 +61,7 @@ class TriAttention(FromSamples, Evicting):
     length: Positive = 2048
     samples: Samples = 15
     future: Positive = 65536  # largest distance o to a query to come
+    keep_prompt: bool = False  # whether no token of the prompt leaves for one of the reply
 
     @property
     def observed(self) -> int:
@@ -108,7 +110,7 @@ class TriAttention(FromSamples, Evicting):
         return self.centres(index, config).scores(layer.keys, there[:, None], prefill.lengths)
 
     def policy(self, heavy: int, index: int, config: PreTrainedConfig) -> Attractive:
-        return Attractive(heavy, self.centres(index, config))
+        return Attractive(heavy, self.centres(index, config), self.keep_prompt)
 
 
 @dataclass(frozen=True)
@@ -149,11 +151,22 @@ class Centres:
 
 
 class Attractive(HeavyHitters):
-    """The `heavy` tokens of a head's middle with the largest score stay."""
+    """The `heavy` tokens of a head's middle with the largest score stay; with `keep_prompt` the prompt's go first."""
 
-    def __init__(self, heavy: int, centres: Centres) -> None:
+    prompt: np.ndarray  # [B, H] on the host, how many tokens of the prompt a head holds, where they rank first
+
+    def __init__(self, heavy: int, centres: Centres, keep_prompt: bool = False) -> None:
         super().__init__(heavy)
-        self.centres = centres
+        self.centres, self.keep_prompt = centres, keep_prompt
+
+    def begin(self, scores: Tensor, held: np.ndarray) -> Self:
+        new = super().begin(scores, held)
+        new.prompt = held.copy()
+        return new
+
+    def select(self, rows: Tensor) -> None:
+        super().select(rows)
+        self.prompt = self.prompt[rows.cpu().numpy()]
 
     def ranking(self, prompt: Segment, tail: Segment, sink: int) -> Tensor:
         found = torch.zeros_like(self.scores)
@@ -162,7 +175,11 @@ class Attractive(HeavyHitters):
             keys = kept.new_zeros(1, 1, len(kept), tail.head_dim)
             keys[..., tail.channels.index[row, head, : kept.shape[1]].long()] = kept
             there = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
+            first = max(0, int(self.prompt[row, head]) - sink) if self.keep_prompt else 0  # the prompt's, in order
+            there[..., :first] = first >= len(kept)
+            self.prompt[row, head] -= max(0, min(first, len(kept)) - self.heavy)  # those that this round drops
             now = torch.tensor([self.seen[row]], device=keys.device)
             of_head = self.centres.of_head(head).scores(keys, there, now)[0, 0]
+            of_head[:first] += of_head.max() - of_head.min() + 1
             found[row, head, sink : sink + len(of_head)] = of_head
         return found

@@ -273,6 +273,7 @@ def test_tasks_that_run_replies_are_refused_by_name(folder, tokenizer):
         ("travel_planning", "travel_planning_all", {"ground_truth_plan": "None"}, "lead to another plan"),
         ("travel_planning", "travel_planning_all", {"constraints": [{"type": "duration", "city": "Oslo"}]},
          "a constraint has no 'num_days'"),
+        ("travel_planning", "travel_planning_icl_examples", {"ground_truth_plan": "None"}, "lead to another plan"),
         ("travel_planning", "travel_planning_all", {"ground_truth_durations": "3**x**2"}, "invalid literal"),
     ],
 )  # fmt: skip

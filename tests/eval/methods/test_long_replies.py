@@ -42,7 +42,7 @@ class Held:
 
     def __init__(self, keys, values, scores, middle, start):
         self.keys, self.values, self.scores, self.middle, self.start = keys, values, scores, middle, start
-        self.evict_at = None
+        self.evict_at, self.prompt = None, keys.shape[1]
 
     @property
     def tokens(self):
@@ -149,7 +149,10 @@ class Slow:
         if isinstance(self.choice, TriAttention):
             middle = held.middle[head]
             keys = (held.keys[head] * self.keep[index, head])[middle]
-            return dict(zip(middle, self.triattention(index, head, keys, middle, held.tokens).tolist(), strict=True))
+            first = sum(j < held.prompt for j in middle) if self.choice.keep_prompt else 0
+            first = first if first < len(middle) else 0
+            found = self.triattention(index, head, keys, middle, held.tokens, first).tolist()
+            return {j: score + 1e6 * (n < first) for n, (j, score) in enumerate(zip(middle, found, strict=True))}
         tokens = self.around(held.middle[head], held)
         share = held.scores[head, tokens] / held.scores[head, tokens].sum()
         observed = held.tokens - held.start
@@ -161,13 +164,13 @@ class Slow:
         anchor = sum(key / key.norm() for key in keys) / len(keys)
         return torch.stack([-(key @ anchor) / (key.norm() * anchor.norm()) for key in keys])
 
-    def triattention(self, index, head, keys, places, now):
+    def triattention(self, index, head, keys, places, now, first=0):
         """The scores of keys [n, D] that stand at `places`, as the next token comes to `now`."""
         means, sizes = self.choice._found[self.choice.calibrated_on][index].unbind(1)
         group = len(means) // self.keep.shape[1]
         of_head = slice(head * group, (head + 1) * group)
         given = means[of_head], sizes[of_head].real, frequencies(self.config), self.choice.future
-        return triattention.scores(keys, places, now, *given)
+        return triattention.scores(keys, places, now, *given, first)
 
     def rkv(self, importance, keys, compared, tokens=None, observed=0):
         """Z of `tokens`, of which those `compared` have a redundancy, and the last ones are `observed`."""
@@ -264,6 +267,8 @@ CASES = {
     "triattention": ((16, 2, 2, 1), (2, 4, 7), (40, 7), {"name": "triattention", "budget": 20, "future": 99}, 0),
     "triattention, an empty head": ((16, 2, 2, 2), (0, 0, 8), (37, 12),
                                     {"name": "triattention", "budget": 14, "future": 5}, None),
+    "triattention, the prompt stays": ((16, 2, 2, 1), (2, 4, 7), (40, 7),
+                                       {"name": "triattention", "budget": 20, "future": 99, "keep_prompt": True}, 0.5),
     "tova": ((96, 1, 3, 1), (0, 0, 3), (60, 7, 1), {"name": "tova", "budget": 25}, 0.5),
     "rkv": ((16, 1, 7, 2), (3, 6, 1), (60, 7),
             {"name": "rkv", "budget": 30, "queries": 8, "kernel": 3, "threshold": 0.2}, 0.5),
