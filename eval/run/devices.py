@@ -1,7 +1,7 @@
-"""A run on several devices: a process for each, with a shard of its own; one progress, one end, and one report.
+"""A run on several devices: a process for each, which takes a batch whenever it is free; one progress and one report.
 
-The processes write `results-i-of-n.jsonl`, as separate commands with `shard=i/n` would, and rows are those of one
-device. What they say comes here: how far they are, and warnings, each once.
+The processes write `results-i-of-n.jsonl`, and rows are those of one device. What they say comes here: how far they
+are, and warnings, each once. The costliest batches go first, so that all devices end within a short one.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -27,8 +27,8 @@ from transformers.utils import logging as of_transformers
 from leank.data_gen.amount import amount
 from leank.errors import in_one_line, out_of_memory
 from leank.eval.inference.models import load_model
-from leank.eval.rows import GLOB, Results, key_of, read
-from leank.eval.run.job import Job, Progress
+from leank.eval.rows import GLOB, Key, Results, key_of, read
+from leank.eval.run.job import Job, Progress, Work, cost
 from leank.extras import MissingExtra
 from leank.typed import BadConfig
 
@@ -45,22 +45,28 @@ def replay(job: Job, tokenizer: PreTrainedTokenizerBase, directory: Path) -> int
     `KINDS` where the process raised that, else ChildProcessError.
     """
     gpus = visible_gpus(job)
-    keys = {key_of(row) for row in read(directory)} if any(directory.glob(GLOB)) else set()
+    keys: set[Key] = {key_of(row) for row in read(directory)} if any(directory.glob(GLOB)) else set()
     work, said, new = job.missing(keys), set[str](), 0
+    gpus = gpus[: len(work)] or gpus
     log.info("%s there, %s to do on %d devices, in %s", amount(len(keys), "row"), amount(len(work), "batch"), len(gpus),
              directory)  # fmt: skip
     if not work:
         return 0
     progress = Progress(work)
-    with progress.shown(), _processes(job, tokenizer, directory, gpus) as processes:
+    queue = iter(sorted(range(len(work)), key=lambda number: cost(*work[number]), reverse=True))
+    with progress.shown(), _processes(gpus) as processes:
         number_of = {pipe: number for number, (_, pipe) in enumerate(processes)}
+        for own, number in number_of.items():
+            part = _part(job, number, len(processes))
+            with suppress(BrokenPipeError, ConnectionResetError):  # the process has ended, of which the loop hears
+                own.send((job, tokenizer, directory, part, keys))
         while number_of:
             for pipe in connection.wait([*number_of]):
                 assert isinstance(pipe, Connection)
                 which = f"device {number_of[pipe]} of {len(processes)}"
                 try:
                     what, *values = pipe.recv()
-                except EOFError:  # its process has ended
+                except (EOFError, ConnectionResetError):  # its process has ended
                     process, _ = processes[number_of.pop(pipe)]
                     process.join()
                     if process.exitcode:
@@ -68,6 +74,9 @@ def replay(job: Job, tokenizer: PreTrainedTokenizerBase, directory: Path) -> int
                     continue
                 if what == "failed":
                     _raise(which, *values)
+                elif what == "next":
+                    with suppress(BrokenPipeError, ConnectionResetError):
+                        pipe.send(next(queue, None))
                 elif what == "said":
                     level, text = values
                     if text not in said:
@@ -93,23 +102,27 @@ def visible_gpus(job: Job) -> list[str | None]:
     return list((named.split(",") if named else [str(number) for number in range(there)])[:count])
 
 
-@contextmanager
-def _processes(
-    job: Job, tokenizer: PreTrainedTokenizerBase, directory: Path, gpus: list[str | None]
-) -> Iterator[list[tuple[BaseProcess, Connection]]]:
-    """Start a process for each device, and end those that are left."""
+def _part(job: Job, number: int, devices: int) -> str:
+    """Return the ending of a device's file: that of its number among the devices of all shards."""
     shard, shards = job.settings.numbered_shard
+    return f"-{shard + number * shards}-of-{shards * devices}"
+
+
+@contextmanager
+def _processes(gpus: Sequence[str | None]) -> Iterator[list[tuple[BaseProcess, Connection]]]:
+    """Start a process for each device, and end those that are left.
+
+    The job follows through their pipes: a start waits until its process has read more than a pipe holds, which it does
+    when it has imported everything, and the next process would start only then.
+    """
     context, made = get_context(START), list[tuple[BaseProcess, Connection]]()
+    threads = max(1, torch.get_num_threads() // len(gpus))
     try:
         for number, gpu in enumerate(gpus):
-            here, there = context.Pipe(duplex=False)
-            # the shards of all devices together are this command's
-            own = replace(job.settings, devices=1, shard=f"{shard + number * shards}/{shards * len(gpus)}")
-            threads = 0 if gpu is not None else max(1, torch.get_num_threads() // len(gpus))
+            here, there = context.Pipe()
             process = context.Process(
-                target=_work, args=(replace(job, settings=own), tokenizer, directory, gpu, threads, number == 0, there),
-                daemon=True,
-            )  # fmt: skip
+                target=_work, args=(gpu, threads, number == 0, there), name=f"device {number}", daemon=True
+            )
             process.start()
             there.close()
             made.append((process, here))
@@ -158,32 +171,38 @@ class _Said(logging.Handler):
         self._pipe.send(("said", record.levelno, record.getMessage()))
 
 
-def _work(
-    job: Job, tokenizer: PreTrainedTokenizerBase, directory: Path, gpu: str | None, threads: int, first: bool,
-    pipe: Connection,
-) -> None:  # fmt: skip
-    """Do one shard, and tell the first process of it; this is what the processes run."""
+def _work(gpu: str | None, threads: int, first: bool, pipe: Connection) -> None:
+    """Do batches until there are none, and tell the first process of them; this is what the processes run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the first process ends the others
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    if gpu is None:
-        torch.set_num_threads(threads)
-    else:
+    torch.set_num_threads(threads)
+    if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before anything asks for a GPU
     of_transformers.disable_progress_bar()
     logging.captureWarnings(True)
     logging.root.handlers = [_Said(pipe, logging.INFO if first else logging.WARNING)]  # notes of one device suffice
     logging.root.setLevel(logging.INFO)
     try:
-        shard, shards = job.settings.numbered_shard
-        with Results(directory, f"-{shard}-of-{shards}") as results:
-            if job.missing(results.keys):
-                job.run(results, load_model(job.model), tokenizer, _Told(pipe))
+        job, tokenizer, directory, part, keys = pipe.recv()
+        with Results(directory, part) as results:
+            turns = partial(_turns, pipe)
+            job.run(results, load_model(job.model), tokenizer, _Told(pipe), job.missing(keys), turns)
     except Exception as error:
         kind = next((kind for kind in KINDS if isinstance(error, kind)), MemoryError if out_of_memory(error) else None)
         text = in_one_line(str(error))
         pipe.send(("failed", kind, text if kind else f"{type(error).__name__}: {text}"))
         sys.exit(1)
+
+
+def _turns(pipe: Connection, work: Sequence[Work]) -> Iterator[Work]:
+    """Yield the batches that the first process gives to this one, which has the same list of them."""
+    while True:
+        pipe.send(("next",))
+        number = pipe.recv()
+        if number is None:
+            return
+        yield work[number]
 
 
 def _end_with_parent() -> None:

@@ -9,7 +9,7 @@ import math
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -200,25 +200,34 @@ class Job:
 
     def run(
         self, results: Results | Collected, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
-        progress: Progress | None = None,
+        progress: Progress | None = None, work: Sequence[Work] | None = None,
+        turns: Callable[[Sequence[Work]], Iterable[Work]] = iter,
     ) -> int:  # fmt: skip
-        """Do what is missing. Returns the number of new rows; progress: hears how far it is, by default a new one."""
-        work = self.missing(results.keys)
+        """Do what is missing. Returns the number of new rows.
+
+        progress: hears how far it is, by default a new one; work: what is missing, by default what `results` lacks.
+        turns: gives the batches of `work` that are done here, one after the other, by default all.
+        """
+        work = self.missing(results.keys) if work is None else work
         progress = progress or Progress(work)
         wanted = {id(method): method for _, _, methods in work for method in methods}
         replay = Replay(model, tokenizer, self.settings)
         replay.calibrate(list(wanted.values()), self.model.chat)
-        said, new, size = Warnings(), 0, self.settings.batch_size
+        said, new, size, last = Warnings(), 0, self.settings.batch_size, None
         with progress.shown():
-            for number, (cell, samples, methods) in enumerate(work, 1):
+            for cell, samples, methods in turns(work):
+                if last is not None and cell is not last:
+                    said.stop_if_broken(self.model.name, self.model.dtype)
+                    if (cell.length or 0) < (last.length or 0):
+                        size = self.settings.batch_size  # what did not fit the longer cell may fit this one
+                last = cell
                 progress.begins(cell.place)
                 batch = self._batch(cell, samples, model, tokenizer)
                 tell = partial(progress.answered, cell.place)
                 done, size = self._halved_until_it_fits(results, replay, batch, methods, size, said, tell)
                 new += done
                 progress.replayed(cell.place, cost(cell, samples, methods), done)
-                if number == len(work) or work[number][0] is not cell:
-                    said.stop_if_broken(self.model.name, self.model.dtype)
+            said.stop_if_broken(self.model.name, self.model.dtype)
         return new
 
     def _batch(

@@ -1,8 +1,12 @@
 """One evaluation on several devices: rows, progress and ends of one device."""
 
+import json
 import logging
 import os
 import signal
+import time
+from multiprocessing import current_process, get_context
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -45,13 +49,13 @@ def of_one(model_folder, tmp_path_factory):
 
 
 def failing(monkeypatch, device, end):
-    """Let the process of a device end in its second batch."""
+    """Let the process of a device end in its second batch; another one that is as far waits for its own end."""
     answers, batches = Replay.answers, []
 
     def ends(self, *given):
         batches.append(given)
-        if self.settings.shard.startswith(f"{device}/") and len(batches) == 2:
-            end()
+        if len(batches) == 2:
+            end() if current_process().name == f"device {device}" else time.sleep(300)
         return answers(self, *given)
 
     monkeypatch.setattr(Replay, "answers", ends)
@@ -98,6 +102,50 @@ def test_a_device_that_fails_ends_all_and_the_same_command_goes_on(
     assert evaluate("two", "devices=3") == 24 - there  # on any number of them
     assert rows(tmp_path / "two") == of_one
     assert evaluate("two") == evaluate("two", "devices=2") == 0
+
+
+def test_a_start_waits_for_no_process(monkeypatch):
+    """What a start hands to a process fits its pipe, of 64 KB on Linux; the job and its tokenizer would not."""
+    started = []
+
+    class Process:
+        pid, exitcode = 1, 0
+
+        def __init__(self, target, args, name, daemon):
+            started.append((name, target, args[:-1]))
+
+        def __getattr__(self, what):
+            return lambda *given: None
+
+    context = type("Context", (), {"Process": Process, "Pipe": get_context().Pipe})
+    monkeypatch.setattr(devices, "get_context", lambda kind: context)
+    with devices._processes([None, None, None]) as made:
+        assert len(made) == 3
+    assert [name for name, *_ in started] == ["device 0", "device 1", "device 2"]
+    assert all(len(ForkingPickler.dumps(one)) < 4096 for one in started)
+
+
+def test_costly_batches_go_first_to_whichever_device_is_free(evaluate, tmp_path, monkeypatch):
+    """Device 1 is slow in its first batch of twelve, and leaves the others to device 0, which waits for this one."""
+    monkeypatch.setattr("leank.eval.report.write_report", lambda *_: None)
+    answers, own = Replay.answers, [tmp_path / f"two/results-{number}-of-2.jsonl" for number in range(2)]
+
+    begun = get_context("fork").Event()
+
+    def slow(self, *given):
+        until = time.monotonic() + 60
+        if current_process().name == "device 1":
+            begun.set()
+            while len(own[0].read_text().splitlines()) < 11 * 4:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+        assert begun.wait(60)
+        return answers(self, *given)
+
+    monkeypatch.setattr(Replay, "answers", slow)
+    assert evaluate("two", "devices=2", "benchmark.lengths=[320,400]") == 48
+    assert [row["length"] for row in map(json.loads, own[0].read_text().splitlines())] == [400] * 20 + [320] * 24
+    assert len(own[1].read_text().splitlines()) == 4
 
 
 def test_devices_share_a_shard(evaluate, tmp_path, monkeypatch):
