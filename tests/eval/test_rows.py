@@ -159,6 +159,24 @@ def test_out_of_memory_goes_on_with_a_smaller_batch(tmp_path, model, tokenizer, 
         run(tmp_path / "none", job(), model, tokenizer)
 
 
+def test_a_shorter_cell_has_the_whole_batch_again(tmp_path, model, tokenizer, monkeypatch):
+    """What is too large for a long cell, which several devices do first, may fit a short one."""
+    from leank.eval.run.replay import Replay
+
+    answers = Replay.answers
+
+    def limited(self, prompts, *rest):
+        if len(prompts) * max(len(prompt.ids) for prompt in prompts) > 800:
+            raise MemoryError
+        return answers(self, prompts, *rest)
+
+    monkeypatch.setattr(Replay, "answers", limited)
+    work = job(samples=2, batch_size=2, lengths=(320, 640))
+    with Results(tmp_path) as results:
+        work.run(results, model, tokenizer, turns=reversed)
+    assert {row["length"]: row["batch"] for row in read(tmp_path)} == {640: 1, 320: 2}
+
+
 def test_a_torn_last_line_is_cut_off_wherever_it_was_torn(tmp_path):
     with Results(tmp_path) as results:
         results.append(ROW)

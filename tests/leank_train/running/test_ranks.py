@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from leank import backbone as backbones
 from leank.data_gen.tasks import Mixture
@@ -150,6 +151,54 @@ def test_killed_ranks_go_on_to_the_means_layouts_and_verdict_of_one_process(
     for name, found in a["kl"].items():
         assert found == pytest.approx(b["kl"][name], rel=1e-6)
         assert min(found.values()) > 0
+
+
+FOUR = [*KINDS["layouts"], "model.dtype=float32", "stage1.steps=5"]  # a checkpoint every two steps
+
+
+@pytest.fixture(scope="module")
+def four_whole(model_folder, tmp_path_factory):
+    """The run of four ranks that nothing ends; made once per trainer."""
+    made = {}
+
+    def of(trainer, *more):
+        if trainer not in made:
+            made[trainer] = tmp_path_factory.mktemp(trainer) / "whole"
+            forked_ranks(model_folder, made[trainer].parent, "whole", *FOUR, *more, trainer=trainer, devices=4)
+        return made[trainer]
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trainer", "rank", "death"),
+    [
+        ("ddp", 0, IN_CLOSED_FORM),
+        *(("ddp", rank, f"tiny_run.at_step({step})") for step, rank in ((1, 1), (2, 0), (3, 2), (4, 3), (5, 2))),
+        ("fsdp", 2, IN_STEP),
+        ("sequence_parallel", 3, IN_STEP),
+    ],
+)
+def test_four_ranks_of_which_one_is_killed_go_on_to_the_same_result(
+    model_folder, tmp_path, four_whole, trainer, rank, death
+):
+    """Bit by bit, because as many ranks add in the same order; two groups of two under sequence_parallel."""
+    more = SEQUENCE if trainer == "sequence_parallel" else []
+    one_dies = f"import os\nif os.environ['RANK'] == '{rank}':\n    {death}"
+    forked_ranks(model_folder, tmp_path, "killed", *FOUR, *more, trainer=trainer, devices=4, death=one_dies)
+    assert not (tmp_path / "killed/mask.safetensors").exists()
+    forked_ranks(model_folder, tmp_path, "killed", *FOUR, *more, trainer=trainer, devices=4)
+    ours, theirs = tmp_path / "killed", four_whole(trainer, *more)
+    assert record(ours, "stage1") == record(theirs, "stage1")
+    names = {file.relative_to(theirs) for file in theirs.rglob("*.safetensors")}
+    assert {file.relative_to(ours) for file in ours.rglob("*.safetensors")} == names
+    for name in names:
+        a, b = (load_file(out / name) for out in (ours, theirs))
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[part], b[part]) for part in a)
+    a, b = (json.loads((out / "metrics.json").read_text())["verdict"] for out in (ours, theirs))
+    assert a == b
 
 
 def test_a_signal_to_one_rank_ends_all_after_their_documents(model_folder, tmp_path):
