@@ -114,6 +114,8 @@ def test_an_engine_is_not_told_the_settings_of_the_one_before(clean, tmp_path):
 
 @pytest.mark.parametrize("version", ["0.29.1", "0.34.0", "1.0.0", "0.330.0"])
 def test_an_unknown_version_is_refused_before_anything_inside_vllm_is_imported(monkeypatch, version):
+    for name in NAMES.values():
+        monkeypatch.setenv(name, "")  # which the command sets
     stub = SimpleNamespace(__version__=version, __spec__=SimpleNamespace())  # importing from inside it would fail
     monkeypatch.setitem(sys.modules, "vllm", stub)
     monkeypatch.setattr(serve, "find_spec", lambda name: stub.__spec__)
@@ -140,7 +142,7 @@ def test_an_engine_that_does_not_start_ends_the_server_in_one_line(clean, error,
         raise RuntimeError(error)
 
     for name in NAMES.values():
-        clean.setenv(name, "")  # which it sets
+        clean.setenv(name, "")  # which the command sets
     clean.setattr(serve, "find_spec", lambda name: object())
     clean.setattr(settings_module, "check_version", lambda: None)
     clean.setattr(serve, "serve", failed)
