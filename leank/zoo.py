@@ -14,29 +14,39 @@ from pathlib import Path
 from leank.shipped import ASSETS, located, matching
 
 LAYOUTS = {  # by the model's name here: its name on the hub, and the files of its layouts
-    "qwen2.5-coder-1.5b": ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "qwen15/bits/*pct_seed2.safetensors"),
-    "smollm2-135m": ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2/bits/*pct_seed41.safetensors"),
+    "qwen2.5-coder-1.5b": ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "qwen15/bits/*_seed2.safetensors"),
+    "smollm2-135m": ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2/bits/*_seed41.safetensors"),
 }
+NAME = re.compile(r"(.+)-([\d.]+)pct(-packed)?")  # model, percent, and whether scales are packed
 
 
 @cache
 def names() -> dict[str, Path]:
-    """The file of every name, the smallest layouts of a model first."""
+    """The file of every name, by model, the smallest layouts first."""
     found: dict[str, Path] = {}
     for model, (_, pattern) in LAYOUTS.items():
-        shares = {}
         for file in matching(f"{ASSETS}/masks/{pattern}"):
-            shares[re.sub("_.*", "", Path(file).stem)] = Path(located(file)).resolve()
-        found.update((f"{model}-{share}", shares[share]) for share in sorted(shares, key=lambda s: float(s[:-3])))
-    return found
+            form = re.sub("_seed.*", "", Path(file).stem).replace("_", "-")
+            found[f"{model}-{form}"] = Path(located(file)).resolve()
+    return {name: found[name] for name in sorted(found, key=_order)}
+
+
+def _order(name: str) -> tuple[int, float, bool]:
+    model, percent, packed = _parts(name)
+    return [*LAYOUTS].index(model), percent, packed
+
+
+def _parts(name: str) -> tuple[str, float, bool]:
+    found = NAME.fullmatch(name)
+    assert found is not None, name
+    return found[1], float(found[2]), found[3] is not None
 
 
 def main() -> None:
     """Print every name with its bytes and its model."""
     for name in names():
-        model, share = name.rsplit("-", 1)
-        percent = float(share.removesuffix("pct"))
-        print(f"{name:28} {percent:4g}% of dense's bytes, {percent * 16 / 100:.1f} bits a number   {LAYOUTS[model][0]}")
+        model, percent, _ = _parts(name)
+        print(f"{name:33} {percent:4g}% of dense's bytes, {percent * 16 / 100:.1f} bits a number   {LAYOUTS[model][0]}")
 
 
 if __name__ == "__main__":

@@ -9,17 +9,19 @@ from leank.mask import ChannelMask, mask_file
 @pytest.mark.parametrize("name", zoo.names())
 def test_a_name_says_the_model_and_the_share(name):
     mask = ChannelMask.load(name)
-    model, share = name.rsplit("-", 1)
+    model, share = name.removesuffix("-packed").rsplit("-", 1)
     assert mask.precision is not None
+    assert mask.precision.packed == name.endswith("-packed")
     assert mask.middle_bytes == pytest.approx(float(share.removesuffix("pct")) / 100, abs=0.002)
     assert mask.metadata["model"] in (zoo.LAYOUTS[model][0], "smollm2")
     assert not mask.doubts()
 
 
 def test_names_are_ordered_by_size_and_listed(capsys):
-    assert len(zoo.names()) >= 13
+    assert len(zoo.names()) >= 18
     for model in zoo.LAYOUTS:
-        shares = [ChannelMask.load(path).middle_bytes for name, path in zoo.names().items() if name.startswith(model)]
+        of_model = [ChannelMask.load(path) for name, path in zoo.names().items() if name.startswith(model)]
+        shares = [round(mask.middle_bytes, 2) for mask in of_model]
         assert shares == sorted(shares)
     zoo.main()
     printed = capsys.readouterr().out
