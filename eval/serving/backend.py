@@ -6,8 +6,9 @@ cache of `kept`, so that vLLM hands every one of them the block table of that gr
 """
 
 import functools
+import pkgutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 from weakref import WeakSet
@@ -30,11 +31,13 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
 from leank.eval.serving.attention import Step, attend, write
 from leank.eval.serving.coded import AnyLayout, CodedLayout, page_layout
 from leank.eval.serving.guard import KEPT, REST
+from leank.eval.serving.layers import Layers
 from leank.eval.serving.layout import heads_of
 from leank.eval.serving.manager import RestSpec
 from leank.eval.serving.paged import DeviceStep, PagedAttention, decoding_first
@@ -48,10 +51,12 @@ logger = init_logger("vllm.leank")  # of whose loggers vLLM shows lines
 class PageHolder(AttentionLayerBase):
     """Owns the pages of one group for all layers."""
 
-    def __init__(self, settings: ServerSettings, kept: bool) -> None:
+    def __init__(self, settings: ServerSettings, kept: bool, layers: Layers) -> None:
         self.settings, self.kept = settings, kept
+        self.layers = layers
         self.mask = ChannelMask.load(settings.mask)
-        self.mean_keys = self.mask.mean_keys
+        self.rows = {layer: row for row, layer in enumerate(layers.full)}  # of a layer, in the pages
+        self.mean_keys = layers.mask(self.mask).mean_keys
         self.layout: AnyLayout | None = None
         self.dtype = torch.get_default_dtype()
         self.paged: PagedAttention | None = None
@@ -61,14 +66,28 @@ class PageHolder(AttentionLayerBase):
         return PrunedBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
-        """Say how large a page is; both groups have pages of equal bytes, since they share the blocks."""
+        """Say how large a page is; both groups have pages of equal bytes, since they share the blocks.
+
+        Raises ValueError where vLLM's pages of a layer with a sliding window are not those that ours are a multiple of.
+        """
         cache, dtype = vllm_config.cache_config, vllm_config.model_config.dtype
         sizes = self.settings.sink, self.settings.window
         hits, ranks = bool(cache.enable_prefix_caching), vllm_config.parallel_config.tensor_parallel_size
         rank = get_tensor_model_parallel_rank() if ranks > 1 else 0
-        self.layout = layout = page_layout(self.mask, cache.block_size, *sizes, dtype, hits, rank, ranks)
-        if self.mask.mean_keys is not None:
-            self.mean_keys = self.mask.mean_keys[:, heads_of(self.mask.keep.shape[1], rank, ranks)]
+        self.layout = layout = page_layout(self.mask, cache.block_size, *sizes, dtype, hits, rank, ranks, self.layers)
+        if (means := self.layers.mask(self.mask).mean_keys) is not None:
+            self.mean_keys = means[:, heads_of(means.shape[1], rank, ranks)]
+        others = {
+            layer.get_kv_cache_spec(vllm_config).page_size_bytes
+            for layer in vllm_config.compilation_config.static_forward_context.values()
+            if isinstance(layer, Attention) and layer.sliding_window is not None
+        }
+        other = self.layers.columns(self.mask.keep, cache.block_size, rank, ranks) * dtype.itemsize
+        if others - {other}:  # vLLM would give our pages other tokens
+            raise ValueError(
+                f"LEANK_MASK: vLLM's pages of layers with a sliding window have {max(others - {other}):,} bytes, not "
+                f"{other:,}, at block-size={cache.block_size}; take another --block-size"
+            )
         coded, self.dtype = isinstance(layout, CodedLayout), dtype
         group: Any = layout.kept if self.kept else layout.rest
         page = layout.page_columns * dtype.itemsize
@@ -273,13 +292,26 @@ class PrunedAttention(AttentionImpl[GroupStep]):
         if KEPT not in self._layers:
             settings = ServerSettings.find(None)
             assert settings is not None, "the plug-in registers this backend only with a mask"
-            self._layers[KEPT], self._layers[REST] = PageHolder(settings, True), PageHolder(settings, False)
+            layers = Layers.of(config.model_config.hf_text_config)
+            self._layers[KEPT], self._layers[REST] = (PageHolder(settings, kept, layers) for kept in (True, False))
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Let the layers share the pages; vLLM calls this before it asks them for their caches."""
-        for layer in self._layers.values():
-            if isinstance(layer, Attention):
+        """Let the layers of full attention share the pages; vLLM calls this before it asks layers for their caches.
+
+        Raises ValueError unless they are those of the model's configuration.
+        """
+        full, pruned = self._layers[REST].layers.full, []
+        for name, layer in self._layers.items():
+            if isinstance(layer, Attention) and isinstance(layer.impl, PrunedAttention):
                 layer.kv_sharing_target_layer_name = KEPT
+                pruned.append(extract_layer_index(name))
+            elif isinstance(layer, Attention):
+                layer.attn_backend = own_backend()
+        if sorted(pruned) != list(full):
+            raise ValueError(
+                f"LEANK_MASK: in vLLM the layers {sorted(pruned)} have full attention, and by the model's "
+                f"configuration {list(full)}; serve it without the mask"
+            )
 
     def forward(
         self,
@@ -303,7 +335,7 @@ class PrunedAttention(AttentionImpl[GroupStep]):
         rest = context.no_compile_layers[REST]
         if attn_metadata.step is None:
             attn_metadata.step = attn_metadata.join(rest.layout, context.attn_metadata[REST], self.room)
-        step, index, pages = attn_metadata.step, extract_layer_index(layer.layer_name), rest.pages
+        step, index, pages = attn_metadata.step, rest.rows[extract_layer_index(layer.layer_name)], rest.pages
         if rest.mean_keys is not None:  # as in the compressed cache: no softmax changes, and pruned channels are at 0
             key = (key - rest.mean_keys[index]).to(key.dtype)  # in float32
         if isinstance(step, DeviceStep):
@@ -312,6 +344,28 @@ class PrunedAttention(AttentionImpl[GroupStep]):
         write(step, index, pages, key, value)
         attend(step, index, pages, query, key, value, self.scale, output)
         return output
+
+
+def own_backend() -> type[AttentionBackend]:
+    """The backend of vLLM for CPUs, whose place in its registry `PrunedBackend` has."""
+    own: type[AttentionBackend] = pkgutil.resolve_name(AttentionBackendEnum.CPU_ATTN.value)
+    return own
+
+
+def attention(
+    num_heads: int,
+    head_size: int,
+    scale: float,
+    num_kv_heads: int | None = None,
+    alibi_slopes: list[float] | None = None,
+    sliding_window: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> AttentionImpl[Any]:
+    """The attention of a layer: vLLM's own if it has a sliding window, which `check_config` lets pass on CPUs alone."""
+    own = sliding_window is not None and current_platform.is_cpu()
+    made = own_backend().get_impl_cls() if own else PrunedAttention
+    return made(num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, *args, **kwargs)
 
 
 class PrunedBackend(AttentionBackend):
@@ -325,8 +379,9 @@ class PrunedBackend(AttentionBackend):
         return "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM"
 
     @staticmethod
-    def get_impl_cls() -> type[PrunedAttention]:
-        return PrunedAttention
+    def get_impl_cls() -> Callable[..., AttentionImpl[Any]]:
+        """What makes the attention of a layer, whose arguments alone tell that it has a sliding window."""
+        return attention
 
     @staticmethod
     def get_builder_cls() -> type[GroupStepBuilder]:

@@ -36,7 +36,18 @@ from leank.eval.cache.storage.banded import Banded, codecs
 from leank.eval.cache.storage.channels import KeptChannels
 from leank.eval.cache.storage.codecs import PageCodec
 from leank.eval.cache.storage.segment import PAGE, round_up
-from leank.eval.serving.layout import LARGEST_BLOCK, Layout, PageGroup, PageLayout, heads_of, lay_out, tokens_of_rest
+from leank.eval.serving.layers import Layers
+from leank.eval.serving.layout import (
+    LARGEST_BLOCK,
+    Layout,
+    PageGroup,
+    PageLayout,
+    heads_of,
+    hit_tokens,
+    lay_out,
+    padded,
+    tokens_of_rest,
+)
 from leank.mask import ChannelMask
 from leank.precision import ROOM, Precision
 
@@ -114,7 +125,7 @@ class CodedLayout(Layout):
     @classmethod
     def of(
         cls, precision: Precision, block: int, sink: int, window: int, dtype: torch.dtype, hits: bool = True,
-        rank: int = 0, ranks: int = 1,
+        rank: int = 0, ranks: int = 1, beside: int = 0,
     ) -> Self:  # fmt: skip
         """Lay out a layout of bits.
 
@@ -122,6 +133,7 @@ class CodedLayout(Layout):
         dtype: the model's
         hits: whether there is a prefix cache; see `tokens_of_rest`
         rank, ranks: of tensor parallelism; see `layout.heads_of`
+        beside: columns of a page of another layer; see `PageLayout.of`
         Raises ValueError for other blocks, for sink and window off the grid of pages, and for layouts that save nothing
             or keep nothing.
         """
@@ -152,12 +164,14 @@ class CodedLayout(Layout):
             of_ranks.append((CodeGroup(block, tuple(layers), round_up(at, LINE_BYTES)), of_layers))
         own = torch.ones_like(keep[:, heads_of(keep.shape[1], rank, ranks)])
         whole = lay_out(own, own[..., 0], 1)
-        page, token = block // PAGE * max(group.bytes for group, _ in of_ranks), whole.columns * dtype.itemsize
+        beside, token = beside * dtype.itemsize, whole.columns * dtype.itemsize
+        page = padded(block // PAGE * max(group.bytes for group, _ in of_ranks), beside)
         rest = replace(whole, block=tokens_of_rest(block, page, token, hits))
+        page = padded(max(page, rest.block * token), beside)
         group, of_layers = of_ranks[rank]
         return cls(
-            group, rest, sink, window, keep.shape[-1], dtype, of_layers, block if hits else 1,
-            max(page, rest.block * token),
+            group, rest, sink, window, keep.shape[-1], dtype, of_layers,
+            hit_tokens(block, page, beside) if hits else 1, page,
         )  # fmt: skip
 
     @property
@@ -246,9 +260,15 @@ AnyLayout = PageLayout | CodedLayout
 
 def page_layout(
     mask: ChannelMask, block: int, sink: int, window: int, dtype: torch.dtype, hits: bool = True, rank: int = 0,
-    ranks: int = 1,
+    ranks: int = 1, layers: Layers | None = None,
 ) -> AnyLayout:  # fmt: skip
-    """The pages of a mask, or of its layout of bits; see `PageLayout.of` and `CodedLayout.of`."""
+    """The pages of a mask, or of its layout of bits; see `PageLayout.of` and `CodedLayout.of`.
+
+    layers: of the model; None = all of them have full attention
+    """
+    beside = 0
+    if layers is not None:
+        mask, beside = layers.mask(mask), layers.columns(mask.keep, block, rank, ranks)
     if mask.precision is None:
-        return PageLayout.of(mask.keep, block, sink, window, hits, rank, ranks)
-    return CodedLayout.of(mask.precision, block, sink, window, dtype, hits, rank, ranks)
+        return PageLayout.of(mask.keep, block, sink, window, hits, rank, ranks, beside)
+    return CodedLayout.of(mask.precision, block, sink, window, dtype, hits, rank, ranks, beside)

@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from leank.eval.serving.coded import page_layout
+from leank.eval.serving.layers import Layers
 from leank.eval.serving.layout import heads_of
 from leank.eval.serving.settings import ServerSettings
 from leank.mask import ChannelMask
@@ -32,14 +31,18 @@ class Worker:
     """What vLLM adds to its workers by `worker_extension_cls`; a worker that cannot import it does not start."""
 
     def leank_report(self) -> Report:
-        """Return the attention of this worker's layers, by class, and what its cache is.
+        """Return the attention of this worker's layers that see the whole context, by class, and what its cache is.
 
         That is the bytes and tokens of a block, its rank of tensor parallelism, and the channels of K that it keeps.
         """
         from vllm.distributed import get_tensor_model_parallel_rank
 
         layers = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
-        kinds = [type(layer.impl) for layer in layers.values() if hasattr(layer, "impl")]
+        kinds = [
+            type(layer.impl)
+            for layer in layers.values()
+            if hasattr(layer, "impl") and getattr(layer, "sliding_window", None) is None
+        ]
         cache = self.model_runner.kv_cache_config  # type: ignore[attr-defined]
         groups = cache.kv_cache_groups
         held = max(tensor.size for tensor in cache.kv_cache_tensors)  # each names the whole memory, which they share
@@ -53,16 +56,16 @@ class Worker:
         }
 
 
-def refuse_dense(reports: Sequence[Report], settings: ServerSettings, dtype: torch.dtype) -> tuple[int, int]:
-    """Raise RuntimeError unless every layer of every worker attends over pages of the mask.
+def refuse_dense(reports: Sequence[Report], settings: ServerSettings, model: Any) -> tuple[int, int]:
+    """Raise RuntimeError unless every layer of full attention, of every worker, attends over pages of the mask.
 
     reports: one of each worker.
     settings: of the server.
-    dtype: the model's.
+    model: vLLM's model_config.
 
-    Returns the bytes of a block of tokens under the mask, and of the dense model, in one rank.
+    Returns the bytes of a block of tokens of these layers under the mask, and of the dense model, in one rank.
     """
-    mask = ChannelMask.load(settings.mask)
+    mask, dtype, layers = ChannelMask.load(settings.mask), model.dtype, Layers.of(model.hf_text_config)
     if not reports:
         raise RuntimeError(f"{DENSE}, or cannot say: no worker has answered")
     for number, report in enumerate(reports):
@@ -71,8 +74,13 @@ def refuse_dense(reports: Sequence[Report], settings: ServerSettings, dtype: tor
             raise RuntimeError(
                 f"{DENSE}: worker {number} attends with {', '.join(sorted(others)) or 'nothing'}; {CURE}"
             )
+        if (count := report["attention"][PRUNED]) != len(layers.full):
+            raise RuntimeError(
+                f"worker {number} attends over pages of the mask in {count} layers, and the model has "
+                f"{len(layers.full)} of full attention"
+            )
         block, held, rank, ranks = (report[name] for name in ("block", "block_bytes", "rank", "ranks"))
-        layout = page_layout(mask, block, settings.sink, settings.window, dtype, rank=rank, ranks=ranks)
+        layout = page_layout(mask, block, settings.sink, settings.window, dtype, rank=rank, ranks=ranks, layers=layers)
         wanted = layout.page_columns * dtype.itemsize
         if held != wanted:
             raise RuntimeError(f"worker {number} holds blocks of {held:,} bytes, and those of the mask have {wanted:,}")
@@ -83,12 +91,12 @@ def refuse_dense(reports: Sequence[Report], settings: ServerSettings, dtype: tor
             )
     if missing := set(range(ranks)) - {report["rank"] for report in reports}:
         raise RuntimeError(f"{DENSE}, or cannot say: rank {min(missing)} of {ranks} has not answered")
-    heads = mask.keep[:, heads_of(mask.keep.shape[1], 0, ranks)]
+    heads = layers.mask(mask).keep[:, heads_of(mask.keep.shape[1], 0, ranks)]
     return held, 2 * heads.numel() * block * dtype.itemsize
 
 
 def check(llm: Any) -> None:
-    """Raise RuntimeError unless every layer of every worker of a vllm.LLM attends over pages of a mask.
+    """Raise RuntimeError unless every layer of full attention, of every worker of a vllm.LLM, has pages of a mask.
 
     Call it where a model must be pruned, because vLLM goes on without a plug-in that it cannot load.
 
@@ -105,4 +113,4 @@ def check(llm: Any) -> None:
             f"worker_extension_cls is {extension}: leave it out" if extension else f"the plug-in is not loaded; {CURE}"
         )
         raise RuntimeError(f"{DENSE}, or cannot say: {why}")
-    refuse_dense(llm.collective_rpc("leank_report"), settings, config.model_config.dtype)
+    refuse_dense(llm.collective_rpc("leank_report"), settings, config.model_config)

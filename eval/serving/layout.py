@@ -144,6 +144,11 @@ class Layout:
         return window_start(first, self.window, self.grain)
 
 
+def padded(size: int, beside: int) -> int:
+    """The bytes, or columns, of a page: the smallest multiple of `beside` that is at least `size`; 0 = any."""
+    return round_up(size, beside) if beside else size
+
+
 def tokens_of_rest(block: int, page: int, token: int, hits: bool) -> int:
     """Tokens of a page of `rest`: as many as fit, at least one, and with a prefix cache a divisor of `block`.
 
@@ -153,6 +158,11 @@ def tokens_of_rest(block: int, page: int, token: int, hits: bool) -> int:
     """
     fit = max(1, page // token)
     return max(n for n in range(1, fit + 1) if block % n == 0) if hits else fit
+
+
+def hit_tokens(block: int, page: int, beside: int) -> int:
+    """Tokens at whose multiples prefix hits end: those of a page of another layer, if there is one; see `padded`."""
+    return block * page // beside if beside else block
 
 
 @dataclass(frozen=True)
@@ -171,13 +181,15 @@ class PageLayout(Layout):
 
     @classmethod
     def of(
-        cls, keep: Tensor, block: int, sink: int, window: int, hits: bool = True, rank: int = 0, ranks: int = 1
-    ) -> Self:
+        cls, keep: Tensor, block: int, sink: int, window: int, hits: bool = True, rank: int = 0, ranks: int = 1,
+        beside: int = 0,
+    ) -> Self:  # fmt: skip
         """Lay out a mask: keep bool [L, H, D], True = kept.
 
         block: tokens of a page of `kept`, a multiple of 16
         hits: whether there is a prefix cache; see `tokens_of_rest`
         rank, ranks: of tensor parallelism; see `heads_of`
+        beside: columns of a page of another layer, of which this page is a multiple; see `serving.layers`
         Raises ValueError for other blocks, and masks that prune nothing or everything.
         """
         if not 16 <= block <= LARGEST_BLOCK or block % 16:
@@ -193,11 +205,13 @@ class PageLayout(Layout):
             [lay_out(stored, stored.any(-1) if of_kept else stored.all(-1), size) for stored in stored_of]
             for of_kept, size, stored_of in ((True, block, of_ranks), (False, 1, [~one for one in of_ranks]))
         )
-        page, token = block * max(group.columns for group in kept), max(group.columns for group in rest)
+        token = max(group.columns for group in rest)
+        page = padded(block * max(group.columns for group in kept), beside)
         tokens = tokens_of_rest(block, page, token, hits)
+        page = padded(max(page, tokens * token), beside)
         return cls(
-            kept[rank], replace(rest[rank], block=tokens), sink, window, keep.shape[-1], block if hits else 1,
-            max(page, tokens * token),
+            kept[rank], replace(rest[rank], block=tokens), sink, window, keep.shape[-1],
+            hit_tokens(block, page, beside) if hits else 1, page,
         )  # fmt: skip
 
     def empty(self, layer: int) -> Tensor:

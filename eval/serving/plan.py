@@ -3,7 +3,7 @@
     python -m leank.eval.serving.plan MASK --longest 32768 --memory 16
 
 MASK is a mask.safetensors, with or without a layout of bits, or a published .pth mask. With --model, a model that a
-server would refuse is refused here.
+server would refuse is refused here; one with layers of a sliding window is counted right only with it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 from annotated_types import Ge, Gt, Le
 
 from leank.cli import ending
+from leank.eval.serving.layers import Layers
 from leank.eval.serving.rest import RestBlocks
 from leank.typed import LARGEST, Checked, OneOf, Positive
 
@@ -42,28 +43,42 @@ class Server(Checked):
         """Tokens that requests of the greatest length hold in the memory, if each takes this many pages."""
         return int(self.memory // (page_columns * self.itemsize) / pages * self.longest)
 
-    def pruned(self, mask: ChannelMask, sink: int, window: int) -> int:
-        """Tokens admitted with a mask."""
+    def pruned(self, mask: ChannelMask, sink: int, window: int, layers: Layers | None = None) -> int:
+        """Tokens admitted with a mask. layers: of the model; None = all of them have full attention."""
         import torch
 
         from leank.eval.serving.coded import page_layout
 
         layout = page_layout(
-            mask, self.block, sink, window, getattr(torch, DTYPES[self.itemsize]), self.hits, 0, self.ranks
+            *(mask, self.block, sink, window, getattr(torch, DTYPES[self.itemsize]), self.hits, 0, self.ranks, layers)
         )
         rest = RestBlocks(layout.rest.block, layout.hit, sink, window, grain=layout.grain)
         pages = -(-self.longest // self.block) + rest.most(self.step, self.longest, self.hits)
+        if layers is not None and layers.sliding:
+            block = self.block * layout.page_columns // layers.columns(mask.keep, self.block, 0, self.ranks)
+            pages += layers.sliding * layers.pages(block, self.step, self.longest)
         return self.tokens(layout.page_columns, pages)
 
-    def stock(self, keep: Tensor) -> int:
+    def stock(self, keep: Tensor, layers: Layers | None = None) -> int:
         """Tokens admitted without a mask, for a model of the shape of `keep`."""
         from leank.eval.serving.layout import heads_of
 
-        own = keep[:, heads_of(keep.shape[1], 0, self.ranks)]
-        return self.tokens(2 * own.numel() * self.block, -(-self.longest // self.block))
+        own, pages = keep[:, heads_of(keep.shape[1], 0, self.ranks)], -(-self.longest // self.block)
+        if layers is None or not layers.sliding:
+            return self.tokens(2 * own.numel() * self.block, pages)
+        # vLLM puts as many layers into each group, of one kind each
+        fewer, more = sorted((len(layers.full), layers.sliding))
+        size = more if more < 1.5 * fewer else fewer
+        pages = -(-len(layers.full) // size) * pages
+        pages += -(-layers.sliding // size) * layers.pages(self.block, self.step, self.longest)
+        return self.tokens(size * layers.columns(keep, self.block, 0, self.ranks), pages)
 
-    def by_bytes(self, mask: ChannelMask, sink: int, window: int) -> float:
+    def by_bytes(self, mask: ChannelMask, sink: int, window: int, layers: Layers | None = None) -> float:
         """How many times the tokens fit if nothing is lost to pages: the ratio of the bytes of a longest request."""
+        if layers is not None and layers.sliding:
+            full, own = layers.mask(mask), layers.columns(mask.keep, min(self.longest, layers.window))
+            dense, own = 2 * full.keep.numel() * self.longest, own * layers.sliding
+            return (dense + own) / (dense / self.by_bytes(full, sink, window) + own)
         keep, ends = mask.keep, min(self.longest, sink + window)
         if mask.precision is not None:  # sink and window are held twice: whole, and in codes
             coded = float(sum(x.sum() for x in mask.precision.token_bytes(self.itemsize)) / self.itemsize)
@@ -98,11 +113,10 @@ def planned(args: argparse.Namespace) -> str:
     settings = ServerSettings.find({"leank": {"mask": args.mask}})
     assert settings is not None
     mask = ChannelMask.load(args.mask)
-    if args.model is not None:
-        refuse_model(args.model, mask)
+    layers = None if args.model is None else layers_of(args.model, mask)
     block = args.block or (32 if mask.precision is None else PAGE)
     server = Server(args.memory * 2**30, args.longest, args.step, block, args.itemsize, not args.no_hits, args.ranks)
-    stock, pruned = server.stock(mask.keep), server.pruned(mask, settings.sink, settings.window)
+    stock, pruned = server.stock(mask.keep, layers), server.pruned(mask, settings.sink, settings.window, layers)
     if pruned < args.longest or not stock:
         raise ValueError(
             f"--memory {args.memory} admits {stock:,} tokens without the mask and {pruned:,} with it, less than a "
@@ -110,18 +124,21 @@ def planned(args: argparse.Namespace) -> str:
         )
     return (f"tokens admitted: {stock:,} without the mask, {pruned:,} with it, {pruned / stock:.2f} times as many "
             f"(sink {settings.sink}, window {settings.window}; by the bytes alone "
-            f"{server.by_bytes(mask, settings.sink, settings.window):.2f})")  # fmt: skip
+            f"{server.by_bytes(mask, settings.sink, settings.window, layers):.2f})")  # fmt: skip
 
 
-def refuse_model(model: str, mask: ChannelMask) -> None:
-    """Raise ValueError that names what of a model's layers a server cannot hold, or why the mask is not for it."""
+def layers_of(model: str, mask: ChannelMask) -> Layers:
+    """The layers of a model.
+
+    Raises ValueError that names what of them a server cannot hold, or why the mask is not for it.
+    """
     from transformers import AutoConfig
 
-    from leank.eval.serving.settings import wrong_layers
+    from leank.eval.serving.settings import has_both, wrong_layers
     from leank.shape import sliding_window
 
     config = AutoConfig.from_pretrained(model).get_text_config(decoder=True)
-    window = sliding_window(config)
+    window = None if has_both(config) else sliding_window(config)
     for wrong, why in (
         *wrong_layers(config),
         (window is not None, f"{config.model_type} has a sliding window of {window}; take a model of full attention"),
@@ -129,6 +146,7 @@ def refuse_model(model: str, mask: ChannelMask) -> None:
         if wrong:
             raise ValueError(f"--model {model}: {why}")
     mask.check_model(config)
+    return Layers.of(config)
 
 
 if __name__ == "__main__":

@@ -137,8 +137,8 @@ async def _serve(args: argparse.Namespace, settings: ServerSettings) -> None:
     address, socket = setup_server(args, reuse_port=False)
     try:
         async with build_async_engine_client(args) as client:
-            reports, dtype = await _reports(client), client.vllm_config.model_config.dtype
-            _tell(*refuse_dense(reports, settings, dtype), settings.mask)
+            model = client.vllm_config.model_config
+            _tell(*refuse_dense(await _reports(client), settings, model), settings.mask)
             asked = _stops(client)
             stopped = await build_and_serve(client, address, socket, args)
             died = client.errored and not asked

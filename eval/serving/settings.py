@@ -11,10 +11,14 @@ import torch
 from leank.eval.cache.attention.kernels import HEAD_DIMS
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.serving.coded import page_layout
+from leank.eval.serving.layers import FULL, SLIDING, Layers
 from leank.mask import ChannelMask, mask_file
 from leank.typed import Checked, Count, Positive
 
 VERSIONS = ("0.30", "0.31", "0.32", "0.33")  # the minor versions of vLLM whose interfaces the plug-in uses
+
+BOTH = ("gemma3_text",)  # tried types of models with layers of full attention and layers with a sliding window
+OF_BOTH = ("0.33",)  # minor versions of vLLM in which they were tried
 
 NAMES = {"mask": "LEANK_MASK", "sink": "LEANK_SINK", "window": "LEANK_WINDOW"}
 DEFAULTS = {"sink": Sizes.sink, "window": Sizes.window}
@@ -91,6 +95,7 @@ def check_config(config: Any, settings: ServerSettings) -> None:
         page_layout(
             *(mask, config.cache_config.block_size, settings.sink, settings.window, config.model_config.dtype),
             ranks=config.parallel_config.tensor_parallel_size,
+            layers=Layers.of(config.model_config.hf_text_config),
         )
     except ValueError as error:
         raise ValueError(f"LEANK_MASK={settings.mask}: {error}") from None
@@ -107,13 +112,39 @@ def _wrong_on_gpu(config: Any) -> Iterator[tuple[bool, str]]:
 
 def wrong_layers(text: Any) -> Iterator[tuple[bool, str]]:
     """What a text model has that pages cannot hold, by its configuration: (whether it is so, what to say)."""
-    kind, layers = text.model_type, set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    kind, layers = text.model_type, set(getattr(text, "layer_types", None) or ()) - {FULL}
     yield kind == "gpt_oss", f"{kind} has attention sinks, which no kernel of a server adds; take a model without"
     yield (
         bool(getattr(text, "attn_logit_softcapping", None)),
         f"{kind} has soft-capped logits, which no kernel of a server computes; take a model without",
     )
-    yield bool(layers), f"{kind} has layers of {', '.join(sorted(layers))}; take a model of full attention"
+    yield (
+        bool(layers) and not has_both(text),
+        f"{kind} has layers of {', '.join(sorted(layers))}; take a model of full attention, or one of "
+        f"{', '.join(BOTH)}",
+    )
+
+
+def has_both(text: Any) -> bool:
+    """Whether a model is of a tried family with layers of full attention and layers with a sliding window."""
+    return text.model_type in BOTH and set(getattr(text, "layer_types", None) or ()) == {FULL, SLIDING}
+
+
+def _untried(config: Any) -> Iterator[tuple[bool, str]]:
+    """What has not been tried with layers of both kinds: (whether it is so, what is wrong and what to do)."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    ranks, cache = config.parallel_config.tensor_parallel_size, config.cache_config
+    tried = vllm.__version__.startswith(tuple(f"{minor}." for minor in OF_BOTH))
+    block, marks = cache.block_size, cache.prefix_cache_retention_interval
+    # on a GPU, FlashAttention would take `rswa_window`, which the plug-in sets, for a window of its own layers
+    yield not current_platform.is_cpu(), "on a GPU; serve it on a CPU, or take a model of full attention"
+    yield not tried, f"in vLLM {vllm.__version__}; install {' or '.join(OF_BOTH)}"
+    yield not config.model_config.enforce_eager, "in compiled graphs; add --enforce-eager"
+    yield bool(block % 32), f"with block-size={block}; take a multiple of 32, as vLLM's own pages have on a CPU"
+    yield ranks != 1, f"with tensor-parallel-size={ranks}; take 1"
+    yield bool(marks), f"with prefix-cache-retention-interval={marks}; drop it"
 
 
 def _wrong(config: Any, settings: ServerSettings) -> Iterator[tuple[bool, str]]:
@@ -127,9 +158,15 @@ def _wrong(config: Any, settings: ServerSettings) -> Iterator[tuple[bool, str]]:
     yield model.runner_type != "generate", f"runner={model.runner_type} has no decoding; take --runner generate"
     yield model.use_mla, f"{text.model_type} has latent attention (MLA), whose cache has no K channels"
     yield from wrong_layers(text)
+    if has_both(text):
+        for wrong, where in _untried(config):
+            yield wrong, f"{text.model_type} has layers with a sliding window, which have not been tried {where}"
     yield model.is_multimodal_model, f"{text.model_type} takes more than text; serve its language model alone"
     yield model.is_hybrid, f"{text.model_type} has layers without attention; take a model with attention alone"
-    yield bool(model.get_sliding_window()), f"{text.model_type} has a sliding window; take a model of full attention"
+    yield (
+        bool(model.get_sliding_window()) and not has_both(text),
+        f"{text.model_type} has a sliding window; take a model of full attention",
+    )
     yield (
         config.speculative_config is not None,
         "speculative decoding is not supported; drop speculative_config (--speculative-config, --spec-method)",

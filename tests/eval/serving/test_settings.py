@@ -188,8 +188,9 @@ class Client:
     [
         ("llama", None), ("qwen2", None), ("qwen3", None),
         ("qwen3_5_text", "layers of linear_attention"), ("qwen3_next", "layers of linear_attention"),
-        ("gemma2", "soft-capped logits"), ("gemma3_text", "layers of sliding_attention"),
-        ("gemma4_text", "layers of sliding_attention"), ("gpt_oss", "attention sinks"),
+        ("gemma2", "soft-capped logits"), ("gemma3_text", None),
+        ("olmo3", "layers of sliding_attention"), ("gemma4_text", "layers of sliding_attention"),
+        ("gpt_oss", "attention sinks"),
     ],
 )  # fmt: skip
 def test_models_with_other_layers_are_refused_by_their_configuration(kind, said):
@@ -210,10 +211,13 @@ def configuration(**changes):
             model="some/model", dtype=torch.bfloat16, enable_sleep_mode=False, get_sliding_window=lambda: None,
             hf_text_config=SimpleNamespace(model_type="llama"),
         ),
-        "cache_config": SimpleNamespace(kv_offloading_size=None, cache_dtype="auto", kv_sharing_fast_prefill=False),
+        "cache_config": SimpleNamespace(
+            kv_offloading_size=None, cache_dtype="auto", kv_sharing_fast_prefill=False,
+            prefix_cache_retention_interval=None, block_size=64,
+        ),
         "parallel_config": SimpleNamespace(
-            pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1,
-            enable_dbo=False, ubatch_size=0, enable_elastic_ep=False,
+            tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1,
+            prefill_context_parallel_size=1, enable_dbo=False, ubatch_size=0, enable_elastic_ep=False,
         ),
         "scheduler_config": SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         "speculative_config": None, "kv_transfer_config": None,
@@ -264,6 +268,40 @@ def test_what_would_be_wrong_beside_a_mask_is_refused_by_name(monkeypatch, mask,
     assert len(str(refused.value).splitlines()) == 1
 
 
+HYBRID = {
+    "model_config__hf_text_config": SimpleNamespace(
+        model_type="gemma3_text", num_hidden_layers=7, layer_types=["sliding_attention"] * 6 + ["full_attention"],
+        sliding_window=64,
+    ),
+    "model_config__get_sliding_window": lambda: 64,
+    "model_config__enforce_eager": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("version", "on_cpu", "changes", "said"),
+    [
+        ("0.33.0", True, {}, None),
+        ("0.32.0", True, {}, "tried in vLLM 0.32.0; install 0.33"),
+        ("0.33.0", False, {}, "tried on a GPU; serve it on a CPU"),
+        ("0.33.0", True, {"parallel_config__tensor_parallel_size": 2}, "with tensor-parallel-size=2; take 1"),
+        ("0.33.0", True, {"model_config__enforce_eager": False}, "in compiled graphs; add --enforce-eager"),
+        ("0.33.0", True, {"cache_config__block_size": 48}, "with block-size=48; take a multiple of 32"),
+        ("0.33.0", True, {"cache_config__prefix_cache_retention_interval": 64}, "retention-interval=64; drop it"),
+    ],
+)
+def test_what_was_not_tried_with_a_sliding_window_is_refused_by_name(monkeypatch, version, on_cpu, changes, said):
+    platform = SimpleNamespace(is_cpu=lambda: on_cpu, is_cuda=lambda: not on_cpu)
+    stub = SimpleNamespace(current_platform=platform)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", stub)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=stub, __version__=version))
+    monkeypatch.setattr(settings_module, "_wrong_on_gpu", lambda config: ())
+    config = configuration(**{**HYBRID, **changes})
+    wrong = [words for found, words in _wrong(config, ServerSettings(str(MASK), 16, 144)) if found]
+    assert [said in words for words in wrong] == ([] if said is None else [True])
+    assert all(words.startswith("gemma3_text has layers with a sliding window") for words in wrong)
+
+
 def test_every_engine_is_asked():
     assert asyncio.run(serve._reports(Client([["a", "b"], ["c"]]))) == ["a", "b", "c"]
     assert asyncio.run(serve._reports(Client([["a", "b"]], every=False))) == ["a", "b"]
@@ -274,7 +312,9 @@ def test_every_engine_is_asked():
 ONE = {"rank": 0, "ranks": 1}
 PAGE = {"attention": {guard.PRUNED: 7}, "block": 32, "block_bytes": 180_224, "channels": 544, **ONE}
 CODES = page_layout(ChannelMask.load(LAYOUT), 64, 64, 256, torch.float32)
-OF_CODES = {**PAGE, "block": 64, "block_bytes": CODES.page_bytes, "channels": CODES.channels}
+OF_CODES = {
+    "attention": {guard.PRUNED: 30}, "block": 64, "block_bytes": CODES.page_bytes, "channels": CODES.channels, **ONE
+}  # fmt: skip
 HALVES = [
     {**PAGE, "block_bytes": 102_400, "rank": rank, "ranks": 2, "channels": n} for rank, n in enumerate((304, 240))
 ]
@@ -302,14 +342,16 @@ DENSE = {**PAGE, "attention": {"vllm.CPUAttention": 7}}
         (MASK, "other.Worker", [PAGE], r"worker_extension_cls is other\.Worker: leave it out"),
         (MASK, guard.WORKER, [PAGE, DENSE], r"serves the dense model: worker 1 attends with vllm\.CPUAttention"),
         (MASK, guard.WORKER, [{**PAGE, "attention": {}}], "worker 0 attends with nothing"),
+        (MASK, guard.WORKER, [{**PAGE, "attention": {guard.PRUNED: 6}}], "in 6 layers, and the model has 7"),
         (MASK, guard.WORKER, [{**PAGE, "block_bytes": 458_752}], "holds blocks of 458,752 bytes, .* 180,224"),
     ],
 )
 def test_a_server_that_is_dense_is_noticed(clean, mask, extension, reports, said):
+    text = SimpleNamespace(num_hidden_layers=30 if mask == LAYOUT else 7)
     config = SimpleNamespace(
         additional_config={} if mask is None else {"leank": {"mask": str(mask)}},
         parallel_config=SimpleNamespace(worker_extension_cls=extension),
-        model_config=SimpleNamespace(dtype=torch.float32),
+        model_config=SimpleNamespace(dtype=torch.float32, hf_text_config=text),
     )
     llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config), collective_rpc=lambda name: reports)
     with nullcontext() if said is None else pytest.raises(RuntimeError, match=said):
@@ -377,8 +419,11 @@ def test_a_plan_of_no_server_is_refused_in_one_line(arguments, said):
         ("llama", {"num_hidden_layers": 6}, "has the shape [7, 4, 64]"),
         ("mistral", {"sliding_window": 64}, "mistral has a sliding window of 64"),
         ("qwen3_next", {}, "qwen3_next has layers of linear_attention"),
-        ("gemma3_text", {}, "gemma3_text has layers of sliding_attention"),
+        ("gemma3_text", {}, None),
+        ("olmo3", {}, "olmo3 has layers of sliding_attention"),
         ("gpt_oss", {}, "gpt_oss has attention sinks"),
+        ("gemma4_text", {}, "gemma4_text has layers of sliding_attention"),
+        ("deepseek_v3", {"qk_rope_head_dim": 32}, "latent attention (MLA, kv_lora_rank)"),
     ],
 )
 def test_a_plan_for_a_model_that_no_server_takes_is_refused_by_name(tmp_path, capsys, kind, changes, said):
