@@ -233,7 +233,7 @@ def plain_schedule(lengths, costs, programs):
     return splits, readers
 
 
-@settings(max_examples=8, derandomize=True, deadline=None)
+@settings(max_examples=25, derandomize=True, deadline=None)
 @given(
     lengths=st.lists(st.one_of(st.integers(0, 400), st.integers(0, 9000)), min_size=1, max_size=5),
     programs=st.integers(1, 40), seed=st.integers(0, 5),
