@@ -13,7 +13,7 @@ from leank.eval.run.build import build_job, composed
 from scripts.bench.serving import SURE, Asked, Load, departs, drawn, form, load, loads, parsed, settings
 from scripts.bench.serving_kl import Forced, compared
 from scripts.bench.serving_rivals import layout_like
-from scripts.bench.serving_scores import Served, replies
+from scripts.bench.serving_scores import Served, asked_for, reply_to
 
 
 def test_requests_arrive_at_the_rate_share_prefixes_and_have_the_lengths_asked_for():
@@ -27,43 +27,59 @@ def test_requests_arrive_at_the_rate_share_prefixes_and_have_the_lengths_asked_f
     assert sum(one.leave is not None for one in asked) in range(60, 141)
 
 
+ASKED = ("model=reference", "method=[dense]", "benchmark=ruler", "benchmark.lengths=[768]",
+         "benchmark.tasks=[niah_single_1]", "benchmark.samples=3")  # fmt: skip
+
+
 def test_replies_of_a_server_are_rows_of_the_replay_and_are_asked_for_once(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **given: SimpleNamespace(**given)))
-    job, tokenizer = build_job(composed([
-        "model=reference", "method=[dense]", "benchmark=ruler", "benchmark.lengths=[768]",
-        "benchmark.tasks=[niah_single_1]", "benchmark.samples=3",
-    ]))  # fmt: skip
-    cell = job.benchmark.cells()[0]
+    job, tokenizer = build_job(composed(ASKED))
+    ((cell, samples),) = asked_for(job, tokenizer).items()
 
     def generate(prompts, params, use_tqdm):
         assert {one.max_tokens for one in params} <= {128}
-        wanted = [job.benchmark.row(cell, sample, tokenizer, 0).answers[0] for sample in cell.samples]
-        said = [tokenizer(text)["input_ids"] for text in (wanted[0], "none", wanted[2])]
+        said = [tokenizer(text)["input_ids"] for text in (samples[0][0].answers[0], "none", samples[2][0].answers[0])]
         ends = ("stop", "stop", "length")
-        return [
-            SimpleNamespace(outputs=[SimpleNamespace(token_ids=x, finish_reason=y)])
-            for x, y in zip(said, ends, strict=True)
-        ]
+        replies = [SimpleNamespace(token_ids=ids, finish_reason=end) for ids, end in zip(said, ends, strict=True)]
+        return [SimpleNamespace(outputs=[reply]) for reply in replies[: len(prompts)]]
 
-    pages = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=4000)] * 2))
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(try_get_generation_config=lambda: {"eos_token_id": 2}),
-        cache_config=SimpleNamespace(kv_cache_size_tokens=1000),
+    config = SimpleNamespace(try_get_generation_config=lambda: {"eos_token_id": 2})
+    llm = SimpleNamespace(
+        llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(model_config=config)), generate=generate
     )
-    engine = SimpleNamespace(
-        vllm_config=config, engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=pages))
-    )
-    llm = SimpleNamespace(llm_engine=engine, generate=generate)
+    mask, other = tmp_path / "mask.safetensors", tmp_path / "other"
+    other.mkdir()
+    for path, text in ((mask, b"one"), (other / "mask.safetensors", b"another")):
+        path.write_bytes(text)
     with Results(tmp_path) as results:
-        assert replies(llm, job, tokenizer, cell, Served("fp8"), results) == [1, 0, 1]
+        reply_to(llm, job, tokenizer, cell, samples, Served.of(str(mask)), results, 8)
     rows = list(read(tmp_path))
     check_rows(rows)
+    assert [row["score"] for row in rows] == [1, 0, 1]
     assert [row["cut"] for row in rows] == [None, None, "limit"]
     assert rows[0]["cache_bytes"]["total"] == 8 * rows[0]["prompt_tokens"]
-    assert rows[0]["settings"]["method"] == {"served": "fp8"}
+    assert set(rows[0]["seconds"].values()) == {None}
     with Results(tmp_path) as results:
         llm.generate = lambda prompts, *_, **__: [] if not prompts else pytest.fail("asked again")
-        assert replies(llm, job, tokenizer, cell, Served("fp8"), results) == []
+        reply_to(llm, job, tokenizer, cell, samples, Served.of(str(mask)), results, 8)
+        llm.generate = generate  # of another file of that name
+        reply_to(llm, job, tokenizer, cell, samples, Served.of(str(other / "mask.safetensors")), results, 8)
+    assert len(list(read(tmp_path))) == 6
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("sampling.temperature=0.6",), "replies are greedy"),
+        (("compress=before_question",), "knows no question"),
+        (("shard=0/2",), "shard=0/2"),
+        (("benchmark=text", "benchmark.lengths=[512]", "benchmark.samples=1"), "no single replies"),
+    ],
+)
+def test_what_replies_of_a_server_would_not_follow_is_refused(given, said):
+    own = ASKED if len(given) == 1 else ASKED[:2]
+    with pytest.raises(ValueError, match=said):
+        asked_for(*build_job(composed([*own, *given])))
 
 
 @pytest.mark.parametrize("percent", [15, 20, 31])
