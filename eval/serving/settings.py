@@ -103,8 +103,10 @@ def check_config(config: Any, settings: ServerSettings) -> None:
 
 def _wrong_on_gpu(config: Any) -> Iterator[tuple[bool, str]]:
     """What the kernel cannot do: (whether it is so, what is wrong and what to do)."""
-    model, backend = config.model_config, config.attention_config.backend
-    yield getattr(backend, "name", None) != "CUSTOM", "on a GPU, add --attention-backend CUSTOM"
+    model, attention = config.model_config, config.attention_config
+    yield getattr(attention.backend, "name", None) != "CUSTOM", "on a GPU, add --attention-backend CUSTOM"
+    kinds = getattr(attention, "backend_per_kind", None)  # since 0.32, and it goes before `backend`
+    yield bool(kinds), f"on a GPU, drop backend_per_kind (of {', '.join(kinds or ())}) from --attention-config"
     yield model.dtype not in (torch.bfloat16, torch.float16), f"on a GPU, take bfloat16 or float16, not {model.dtype}"
     size = model.get_head_size()
     yield size not in HEAD_DIMS["paged"], f"on a GPU, the heads must have {HEAD_DIMS['paged']} channels, not {size}"

@@ -302,6 +302,27 @@ def test_what_was_not_tried_with_a_sliding_window_is_refused_by_name(monkeypatch
     assert all(words.startswith("gemma3_text has layers with a sliding window") for words in wrong)
 
 
+CUSTOM, FLASH = SimpleNamespace(name="CUSTOM"), SimpleNamespace(name="FLASH_ATTN")
+
+
+@pytest.mark.parametrize(
+    ("attention", "said"),
+    [
+        ({"backend": CUSTOM}, None),  # before 0.32
+        ({"backend": CUSTOM, "backend_per_kind": {}}, None),
+        ({"backend": None}, "add --attention-backend CUSTOM"),
+        (
+            {"backend": CUSTOM, "backend_per_kind": {"full_attention": FLASH}},
+            "drop backend_per_kind (of full_attention) from",
+        ),
+    ],
+)
+def test_on_a_gpu_every_layer_needs_the_backend_of_the_plugin(attention, said):
+    config = configuration(model_config__get_head_size=lambda: 64, attention_config=SimpleNamespace(**attention))
+    wrong = [words for found, words in settings_module._wrong_on_gpu(config) if found]
+    assert [said in words for words in wrong] == ([] if said is None else [True])
+
+
 def test_every_engine_is_asked():
     assert asyncio.run(serve._reports(Client([["a", "b"], ["c"]]))) == ["a", "b", "c"]
     assert asyncio.run(serve._reports(Client([["a", "b"]], every=False))) == ["a", "b"]
