@@ -25,6 +25,7 @@ from leank.eval.inference.prefill import check_layers
 from leank.eval.methods import build_method
 from leank.eval.methods.memory import dense_bytes, method_bytes
 from leank.eval.report.tables import size
+from leank.eval.serving.settings import has_both, wrong_layers
 from leank.mask import ChannelMask
 from leank.precision import GROUP, ROOM
 from leank.shape import architecture, check_decoder, kv_shape, scaled_positions, sliding_window
@@ -87,7 +88,7 @@ def answers(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
                 return
     shape = kv_shape(config)
     yield "GPU kernel", _here(_kernel(shape.head_dim, config.num_attention_heads // shape.kv_heads))
-    yield "vLLM", "; ".join(_unserved(config)) or "yes, on one GPU or a CPU (leank-serve --help)"
+    yield "vLLM", _server(config)
 
 
 def _kernel(head_dim: int, group: int) -> str:
@@ -105,13 +106,18 @@ def _here(kernel: str) -> str:
     return f"no GPU here, plain PyTorch gives the same replies; on one {kernel}"
 
 
-def _unserved(config: PreTrainedConfig) -> Iterator[str]:
-    """Yield why the plug-in does not serve a model, as far as its config tells."""
-    kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
-    if kinds or getattr(config, "sliding_window", None):
-        yield f"no: it has layers of {', '.join(sorted(kinds)) or 'sliding_attention'}; the plug-in has full attention"
+def _server(config: PreTrainedConfig) -> str:
+    """Return whether the plug-in serves a model, as far as its config tells, and why not."""
+    wrong = [why for is_so, why in wrong_layers(config) if is_so]
+    if wrong:
+        return f"no: {wrong[0]}"
+    if has_both(config):
+        return "on a CPU alone: it has layers with a sliding window"
+    if window := sliding_window(config):
+        return f"no: it has a sliding window of {window}; take a model of full attention"
     if (dim := kv_shape(config).head_dim) not in HEAD_DIMS["paged"]:
-        yield f"on a CPU alone: head_dim {dim} is none of {', '.join(map(str, HEAD_DIMS['paged']))}"
+        return f"on a CPU alone: head_dim {dim} is none of {', '.join(map(str, HEAD_DIMS['paged']))}"
+    return "yes, on GPUs or a CPU (leank-serve --help)"
 
 
 def kivi_group(config: PreTrainedConfig) -> int:
@@ -321,7 +327,7 @@ def examine(
         return "\n".join(lines)
     memory = room_here() if memory is None else memory
     trains = found["training"].startswith("yes") and reach(config) >= 4 * (sink + window)
-    served = not any(why.startswith("no") for why in _unserved(config))
+    served = found["vLLM"].startswith(("yes",) if gpu else ("yes", "on a CPU"))
     weights = ITEMSIZE * numbers, read
     advised = advice(config, weights, max(fine), max(batches), memory, keys, (sink, window), trains, served, server)
     marked = {"FP8": "FP8, not safe here"} if keys.fp8 in ("saturates", "coarse") else {}

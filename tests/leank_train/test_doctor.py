@@ -55,9 +55,34 @@ def test_every_family_gets_the_answers_of_its_tests(name, tmp_path):
     assert bool(re.search(few, text)) == (name not in UNTRAINED)
 
 
-def test_what_is_served_is_full_attention():
-    assert dict(doctor.answers(build("llama")))["vLLM"].startswith("on a CPU alone: head_dim 16")
-    assert dict(doctor.answers(build("olmo3")))["vLLM"].startswith("no: it has layers of sliding_attention")
+ALL_FULL = {"layer_types": ["full_attention"] * 2, "head_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("llama", {}, "on a CPU alone: head_dim 16 is none of"),
+        ("llama", {"head_dim": 64}, "yes, on GPUs or a CPU"),
+        ("olmo3", {}, "no: olmo3 has layers of sliding_attention"),
+        ("mistral", {"sliding_window": 64}, "no: it has a sliding window of 64"),
+        ("gemma2", ALL_FULL, "no: gemma2 has soft-capped logits"),
+        ("gpt_oss", {}, "no: gpt_oss has attention sinks"),
+        ("gemma3", {"head_dim": 64}, "on a CPU alone: it has layers with a sliding window"),
+        ("gemma3", ALL_FULL, "yes, on GPUs or a CPU"),
+    ],
+)
+def test_what_is_served_is_what_the_plugin_takes(family, changes, said):
+    config = build(family).config
+    assert doctor._server(type(config).from_dict({**config.to_dict(), **changes})).startswith(said)
+
+
+def test_a_gpu_server_is_advised_no_layout_that_is_served_on_a_cpu_alone(tmp_path, monkeypatch):
+    sizes = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+    Gemma3TextConfig(**sizes, head_dim=64, sliding_window=4096, max_position_embeddings=32768).save_pretrained(tmp_path)
+    for gpu, advised in ((False, "a layout of bits"), (True, "dense")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        said = doctor.examine(str(tmp_path), (32768,), (64,), 80 * GIB, server=True)
+        assert f"take {advised}, or look with --probe." in said.splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -265,7 +290,7 @@ def test_layouts_by_name_are_told_to_models_of_their_architecture():
         num_key_value_heads=2,
     )  # fmt: skip
     (line,) = doctor.ready(config)
-    assert "qwen2.5-coder-1.5b-7.5pct, qwen2.5-coder-1.5b-10pct" in line
+    assert "qwen2.5-coder-1.5b-7.5pct, qwen2.5-coder-1.5b-7.5pct-packed, qwen2.5-coder-1.5b-10pct" in line
     assert "smollm2" not in line
     config.num_hidden_layers = 27
     assert not doctor.ready(config)
