@@ -35,6 +35,7 @@ class Eviction(ABC):
     scores: Tensor  # [B, H, n] float32, of the tokens held: sink, middle and window in order, then zeros
     held: np.ndarray  # [B, H] on the host, how many tokens a head holds
     seen: np.ndarray  # [B] on the host, how many tokens have come; set whenever tokens may leave
+    center: Tensor | None = None  # what the stored keys lack, as in `Store`
 
     @property
     def every_step(self) -> bool:

@@ -88,7 +88,7 @@ class Store:
         self._fill_middle(k, v, None if real is None else in_middle, chosen)
         if middle.eviction is not None:
             self.eviction = self._begin_eviction(middle.eviction, position, in_middle, chosen, scores)
-            self.eviction.seen = self.seen
+            self.eviction.seen, self.eviction.center = self.seen, self.center
             self._prune(0)
         self.reads = None if middle.reads is None else middle.reads.start(self)
 

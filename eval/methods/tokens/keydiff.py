@@ -29,7 +29,7 @@ class KeyDiff(Evicting):
     - The paper goes through the prompt block by block and evicts after each. Here the prompt is read whole and cut
       once, as kvpress does without its block-wise wrapper, and a is the mean over all of it.
     - While decoding, tokens leave whenever `flush` of them have left the window, and a is the mean over the middle's
-      tokens alone, in the channels that they keep.
+      tokens alone, in the channels that they keep. Under a mask with mean keys, all keys lack these.
     """
 
     def scores(self, layer: PromptLayer, real: Tensor | None, config: PreTrainedConfig) -> Tensor:

@@ -42,7 +42,8 @@ class RKV(Evicting):
     Deviations
     - While decoding, importance is a decayed sum of attention whose weights fall by 1 - 1 / alpha per step, in place of
       the mean of the last alpha. It starts with the first new token: the prompt's queries count in the prompt's cut
-      alone. Redundancy is among the middle's tokens alone.
+      alone. Redundancy is among the middle's tokens alone, in the channels that they keep; under a mask with mean
+      keys, all keys lack these.
     - Attention is averaged over the group's query heads; the authors' code takes the largest logit of the group and
       leaves the observed tokens out of the softmax.
     - Pooling reaches into the observed tokens with pooled=all, so that more of the few tokens before them stay; with

@@ -51,7 +51,7 @@ class TriAttention(FromSamples, Evicting):
     - Rounds come every `flush` tokens from the prompt's end on. The authors' first comes with budget + 128 tokens.
     - Of equal scores the later token stays, of the prompt's the earlier; the authors add noise below 1e-6.
     - While decoding, mean and std are over the middle's tokens that compete, and keys count in the channels that they
-      keep.
+      keep; under a mask with mean keys, these count in the others.
     - Queries are those that RoPE turns, behind the norm that some models have (Qwen3); the authors' calibrate.py leaves
       it out.
     - Calibration samples are RULER's prompts of natural text, 30,000 tokens; the authors take up to 32,768 of any text.
@@ -174,6 +174,8 @@ class Attractive(HeavyHitters):
             kept = torch.cat([part.read(row, head)[0] for part in (prompt, tail)])
             keys = kept.new_zeros(1, 1, len(kept), tail.head_dim)
             keys[..., tail.channels.index[row, head, : kept.shape[1]].long()] = kept
+            if self.center is not None:
+                keys = keys + self.center[head]  # as those of the prompt were scored
             there = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
             first = max(0, int(self.prompt[row, head]) - sink) if self.keep_prompt else 0  # the prompt's, in order
             there[..., :first] = first >= len(kept)

@@ -54,10 +54,13 @@ class Held:
 
 
 class Slow:
-    """One prompt; the choice is H2O, TOVA, KeyDiff, TriAttention, R-KV or Lethe. keep: bool [L, H, D]."""
+    """One prompt; the choice is H2O, TOVA, KeyDiff, TriAttention, R-KV or Lethe.
 
-    def __init__(self, choice, sizes, keep, config):
-        self.config = config
+    keep: bool [L, H, D]; means: [L, H, D], what pruned channels count as, and what KeyDiff and R-KV rank keys without
+    """
+
+    def __init__(self, choice, sizes, keep, config, means=None):
+        self.config, self.means = config, torch.zeros(keep.shape) if means is None else means
         self.choice, self.sizes, self.keep = choice, sizes, keep
         self.layers = [None] * len(keep)
         self.decay = {TOVA: 0.0, RKV: 1 - 1 / getattr(choice, "queries", 1), Lethe: getattr(choice, "gamma", 1)}.get(
@@ -74,7 +77,7 @@ class Slow:
             kept = self.keep[index, head]
             middle = held.middle[head] if kept.any() else []
             keys = held.keys[head].clone()
-            keys[middle] *= kept
+            keys[middle] = keys[middle].where(kept, self.means[index, head].to(keys))
             for one in range(head * group, (head + 1) * group):
                 tokens = self.around(middle, held)
                 weights = (keys[tokens] @ q[one, 0] * scaling).softmax(0)
@@ -142,13 +145,14 @@ class Slow:
             return held.scores.sum(0)
         if isinstance(self.choice, H2O):
             return held.scores[head]
+        kept, mean = self.keep[index, head], self.means[index, head]
         if isinstance(self.choice, KeyDiff):
             middle = held.middle[head]
-            ranks = self.keydiff((held.keys[head] * self.keep[index, head])[middle]).tolist()
+            ranks = self.keydiff(((held.keys[head] - mean) * kept)[middle]).tolist()
             return dict(zip(middle, ranks, strict=True))
         if isinstance(self.choice, TriAttention):
             middle = held.middle[head]
-            keys = (held.keys[head] * self.keep[index, head])[middle]
+            keys = held.keys[head].where(kept, mean.to(held.keys))[middle]
             first = sum(j < held.prompt for j in middle) if self.choice.keep_prompt else 0
             first = first if first < len(middle) else 0
             found = self.triattention(index, head, keys, middle, held.tokens, first).tolist()
@@ -156,7 +160,7 @@ class Slow:
         tokens = self.around(held.middle[head], held)
         share = held.scores[head, tokens] / held.scores[head, tokens].sum()
         observed = held.tokens - held.start
-        found = self.rkv(share, held.keys[head] * self.keep[index, head], held.middle[head], tokens, observed)
+        found = self.rkv(share, (held.keys[head] - mean) * kept, held.middle[head], tokens, observed)
         return dict(zip(tokens, found, strict=True))
 
     def keydiff(self, keys):
@@ -257,7 +261,7 @@ def slow_replies(slow, model, prompt, forced):
 
 
 # head_dim, KV heads, group, layers; sink, window, flush; lengths; choice; share of channels gone, None of a
-# mask that leaves the last head none
+# mask that leaves the last head none, "means" of a mask with mean keys
 CASES = {
     "h2o": ((80, 1, 7, 2), (0, 0, 1), (33, 90), {"name": "h2o", "budget": 9}, 0.5),
     "h2o, nothing": ((96, 2, 1, 1), (3, 1, 8), (70, 1), {"name": "h2o", "budget": 4}, 0),
@@ -269,6 +273,10 @@ CASES = {
                                     {"name": "triattention", "budget": 14, "future": 5}, None),
     "triattention, the prompt stays": ((16, 2, 2, 1), (2, 4, 7), (40, 7),
                                        {"name": "triattention", "budget": 20, "future": 99, "keep_prompt": True}, 0.5),
+    **{
+        f"{name}, means": ((16, 2, 2, 2), (2, 4, 3), (40, 7), {"name": name, "budget": 20, **more}, "means")
+        for name, more in (("triattention", {"future": 99}), ("keydiff", {}), ("rkv", {"queries": 4}), ("h2o", {}))
+    },
     "tova": ((96, 1, 3, 1), (0, 0, 3), (60, 7, 1), {"name": "tova", "budget": 25}, 0.5),
     "rkv": ((16, 1, 7, 2), (3, 6, 1), (60, 7),
             {"name": "rkv", "budget": 30, "queries": 8, "kernel": 3, "threshold": 0.2}, 0.5),
@@ -291,11 +299,18 @@ def test_replies_are_those_of_the_slow_form(case, steps):
     """Every row of a padded batch, and what its heads still hold."""
     (dim, heads, group, layers), (sink, window, flush), lengths, config, ratio = CASES[case]
     model = random_model(dim, heads, group, layers)
-    given = {"tokens": config, **({"channels": {"name": "random", "ratio": ratio}} if ratio else {})}
-    if ratio is None:
-        mask = torch.rand(layers, heads, dim, generator=torch.Generator().manual_seed(3)) < 0.5
-        mask[-1, -1] = False
-        given["channels"] = {"name": "leank", "mask": ChannelMask(mask)}
+    given = {"tokens": config}
+    if isinstance(ratio, float):
+        given["channels"] = {"name": "random", "ratio": ratio}
+    means = None
+    if ratio in (None, "means"):
+        drawn = torch.Generator().manual_seed(3)
+        mask = torch.rand(layers, heads, dim, generator=drawn) < 0.5
+        if ratio is None:
+            mask[-1, -1] = False
+        else:
+            means = torch.randn(mask.shape, generator=drawn)
+        given["channels"] = {"name": "leank", "mask": ChannelMask(mask, mean_keys=means)}
     chosen = build_method(case, given, {"sink": sink, "window": window, "flush": flush, "backend": "torch"})
     choice = calibrated(chosen, model.config).tokens
     whole = torch.ones(layers, heads, dim, dtype=torch.bool)
@@ -306,7 +321,7 @@ def test_replies_are_those_of_the_slow_form(case, steps):
     forced = torch.randint(2, 97, (len(lengths), steps), generator=generator)
     found, cache = replayed(chosen, model, ids, real, forced)
     for row, length in enumerate(lengths):
-        slow = Slow(choice, Sizes(sink, window, flush), keep, model.config)
+        slow = Slow(choice, Sizes(sink, window, flush), keep, model.config, means)
         want = slow_replies(slow, model, ids[row : row + 1, width - length :], forced[row : row + 1])
         torch.testing.assert_close(found[row], want, rtol=1e-6, atol=1e-8)
         for layer, held in zip(cache.layers, slow.layers, strict=True):
