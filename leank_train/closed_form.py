@@ -35,6 +35,9 @@ from leank_train.settings import RunConfig
 from leank_train.stages import read
 
 DRAWS = 4  # of the closed form: labels drawn for each answer token
+# Bytes that a process has for sums of squared gradients, 4 (float64: 8) for each number of K and V of a document. Where
+# they need more, as beyond 16K tokens of Llama-3.1-8B, K and V are rounded anew in every draw, which takes longer.
+SQUARES = 4 << 30
 # Times a document's number, added to the run's seed, this seeds its draws, whichever rank has it. A CPU's generator
 # takes the lower 32 bits of a seed alone.
 DOCUMENT_SEEDS = 1_000_003
@@ -165,8 +168,9 @@ def _second_order(
     factor = 1 / (2 * len(rows) * DRAWS)
     kind = torch.promote_types(hidden.dtype, torch.float32)
     # of the gradients of K and V, summed over the draws: an error is the same in each, and is computed once
-    squares = {place: [torch.zeros_like(x, dtype=kind) for x in pair] for place, pair in state.leaves.items()}
-    for _ in range(DRAWS):
+    squares: dict[tuple[int, int], list[Tensor]] = {}
+    fits = sum(x.numel() for pair in state.leaves.values() for x in pair) * kind.itemsize <= SQUARES
+    for draw in range(DRAWS):
         pulled = _towards_labels(Head.of(model), hidden.detach().flatten(0, 1)[rows], generator).to(hidden.dtype)
         if division.ranks is not None:  # the same labels everywhere, should rounding differ
             dist.broadcast(pulled, dist.get_global_rank(division.ranks, 0), division.ranks)
@@ -176,26 +180,28 @@ def _second_order(
         for layer, (d_out, (_, change)) in enumerate(zip(found[-len(state.outputs) :], state.outputs, strict=True)):
             of_branches = (d_out.double() * change).sum((2, 3)).unflatten(1, (empty.shape[1], -1)).sum(-1)  # [R, H]
             empty[layer] += of_branches.square().sum(0) * factor * division.leads
-        for number, ((layer, part), (k, _)) in enumerate(state.leaves.items()):
+        for number, ((layer, part), (k, v)) in enumerate(state.leaves.items()):
             d_k, d_v = found[2 * number : 2 * number + 2]
             lacking = (d_k.double() * k.detach()).sum(2)
             if division.ranks is not None and part == 0:
                 dist.all_reduce(lacking, group=division.ranks)
             keys[layer, :, :, 0] += lacking.square().sum(0) * factor * division.leads
-            for total, d in zip(squares[layer, part], (d_k, d_v), strict=True):
-                total += d.to(total.dtype).square()
+            of_both = [d.to(kind).square() for d in (d_k, d_v)]
+            for one, before in zip(of_both, squares.pop((layer, part), ()), strict=False):
+                one += before
+            if fits and draw + 1 < DRAWS:
+                squares[layer, part] = of_both
+                continue
+            counts, first, v = factor * (part == 0 or division.leads), state.first(part), v.detach().mT
+            k = state.branches(part, k.detach())  # the gradient of padding is 0
+            k, of_k, of_v = k[..., first:, :], of_both[0].unflatten(2, k.shape[2:4])[..., first:, :], of_both[1].mT
+            for i, bits in enumerate(KEY_BITS[1:-1]):
+                width = torch.full((1, 1), float(bits), device=k.device)
+                error = rounded(k, width, GROUP, pruning.packed).double() - k
+                keys[layer, :, :, i + 1] += (of_k * error.square()).sum((0, 2, 3)) * counts
+                error = rounded(v, width, value_group(v.shape[-2]), pruning.packed).double() - v
+                values[layer, :, i] += (of_v * error.square()).sum((0, 2, 3)) * counts
         yield
-    for (layer, part), (k, v) in state.leaves.items():
-        counts, first, v = factor * (part == 0 or division.leads), state.first(part), v.detach().mT
-        of_k, of_v = squares[layer, part]
-        k = state.branches(part, k.detach())  # the gradient of padding is 0
-        k, of_k = k[..., first:, :], of_k.unflatten(2, k.shape[2:4])[..., first:, :]
-        for i, bits in enumerate(KEY_BITS[1:-1]):
-            width = torch.full((1, 1), float(bits), device=k.device)
-            error = rounded(k, width, GROUP, pruning.packed).double() - k
-            keys[layer, :, :, i + 1] += (of_k * error.square()).sum((0, 2, 3)) * counts
-            error = rounded(v, width, value_group(v.shape[-2]), pruning.packed).double() - v
-            values[layer, :, i] += (of_v.mT * error.square()).sum((0, 2, 3)) * counts
 
 
 def _towards_labels(head: Head, hidden: Tensor, generator: torch.Generator) -> Tensor:

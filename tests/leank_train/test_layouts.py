@@ -20,7 +20,7 @@ from leank.typed import BadConfig
 from leank_train import closed_form as closing
 from leank_train.closed_form import Losses, closed_form
 from leank_train.data import HELD_OUT, collate
-from leank_train.forward.stored import stored_student
+from leank_train.forward.stored import rounded, stored_student
 from leank_train.objective.distill import counted
 from leank_train.objective.kl import kl_loss
 from leank_train.recipes import check, layouts
@@ -313,6 +313,20 @@ def test_the_closed_form_predicts_what_is_measured(model_folder, tmp_path, monke
     ratio = torch.tensor(measured) / torch.tensor(predicted)
     assert ((ratio > 0.6) & (ratio < 1.6)).all(), ratio
     assert (losses.keys[..., -1] == 0).all()
+
+
+def test_sums_of_squares_that_do_not_fit_change_no_loss(model_folder, tmp_path, monkeypatch):
+    """Errors that are rounded anew in every draw are those that are rounded once."""
+    config = check(settings(model_folder, *LAYOUTS, "data.calibration=1"))
+    backbone, calls, of_both = backbones.load(str(model_folder), "float64"), [], []
+    monkeypatch.setattr(closing, "rounded", lambda *given: calls.append(1) or rounded(*given))
+    for most in (closing.SQUARES, 0):
+        monkeypatch.setattr(closing, "SQUARES", most)
+        out = tmp_path / str(most)
+        of_both.append((closed_form(Run(config, {}, "", out, True, True), backbone, None), len(calls)))
+    (once, number), (anew, more) = of_both
+    assert more - number == closing.DRAWS * number > 0
+    torch.testing.assert_close(anew, once, rtol=1e-12, atol=0)
 
 
 def test_the_closed_form_is_measured_on_the_dense_model(model_folder, tmp_path, monkeypatch):
