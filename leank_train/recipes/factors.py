@@ -33,7 +33,7 @@ class Factors(Masks):
         scores = first = channel_scores(closed.keys[..., 0], closed.empty, pruning.align)
         if self.stage1.steps:
             stage = MaskStage(
-                training.backbone, self.stage1, pruning, closed.of_masks, 1 - max(pruning.ratio, *pruning.nested),
+                training.backbone, self.stage1, pruning, closed.of_masks, 1 - max([pruning.ratio, *pruning.nested]),
                 parallel=self.trainer, mean_keys=training.means,
             )  # fmt: skip
             records["stage1"] = training.fit(stage, "stage1")

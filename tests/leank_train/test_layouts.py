@@ -177,6 +177,13 @@ def test_factors_of_a_mask_give_nested_masks(model_folder, tmp_path):
     assert again["verdict"] == first["verdict"]
 
 
+def test_factors_need_no_nested_masks(model_folder, tmp_path):
+    given = [setting for setting in LAYOUTS if "bytes" not in setting and "nested" not in setting]
+    given += ["pruning.learns=factors", "pruning.ratio=0.5", "stage1.steps=1", "data.calibration=1"]
+    run(settings(model_folder, *given), tmp_path)
+    assert ChannelMask.load(tmp_path / "mask.safetensors").pruning_ratio == 0.5
+
+
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.8])
 def test_a_mask_stage_without_factors_is_the_closed_form(ratio, monkeypatch):
     """Its hard waterline keeps the channels that the closed form's scores keep, and what they cost is expected."""
