@@ -56,10 +56,9 @@ def replay(job: Job, tokenizer: PreTrainedTokenizerBase, directory: Path) -> int
     queue = iter(sorted(range(len(work)), key=lambda number: cost(*work[number]), reverse=True))
     with progress.shown(), _processes(gpus) as processes:
         number_of = {pipe: number for number, (_, pipe) in enumerate(processes)}
+        idle: list[Connection] = []  # of processes that found no batch
         for own, number in number_of.items():
-            part = _part(job, number, len(processes))
-            with suppress(BrokenPipeError, ConnectionResetError):  # the process has ended, of which the loop hears
-                own.send((job, tokenizer, directory, part, keys))
+            _send(own, (job, tokenizer, directory, _part(job, number), keys))
         while number_of:
             for pipe in connection.wait([*number_of]):
                 assert isinstance(pipe, Connection)
@@ -69,14 +68,13 @@ def replay(job: Job, tokenizer: PreTrainedTokenizerBase, directory: Path) -> int
                 except (EOFError, ConnectionResetError):  # its process has ended
                     process, _ = processes[number_of.pop(pipe)]
                     process.join()
-                    if process.exitcode:
+                    if process.exitcode or len(idle) < len(processes):  # with 0 before it was told to
                         _raise(which, None, _end_of(process))
                     continue
                 if what == "failed":
                     _raise(which, *values)
                 elif what == "next":
-                    with suppress(BrokenPipeError, ConnectionResetError):
-                        pipe.send(next(queue, None))
+                    _give(pipe, next(queue, None), idle, len(processes))
                 elif what == "said":
                     level, text = values
                     if text not in said:
@@ -102,10 +100,30 @@ def visible_gpus(job: Job) -> list[str | None]:
     return list((named.split(",") if named else [str(number) for number in range(there)])[:count])
 
 
-def _part(job: Job, number: int, devices: int) -> str:
-    """Return the ending of a device's file: that of its number among the devices of all shards."""
+def _give(pipe: Connection, batch: int | None, idle: list[Connection], count: int) -> None:
+    """Send a process its batch, or None to all once all are idle; until then they hold the locks of their files."""
+    if batch is not None:
+        _send(pipe, batch)
+        return
+    idle.append(pipe)
+    if len(idle) == count:
+        for each in idle:
+            _send(each, None)
+
+
+def _send(pipe: Connection, what: object) -> None:
+    """Send to a process; of one that has ended, the loop hears."""
+    with suppress(BrokenPipeError, ConnectionResetError):
+        pipe.send(what)
+
+
+def _part(job: Job, number: int) -> str:
+    """Return the ending of a device's file: that of its number among the devices of all shards, idle ones too.
+
+    The number of batches left is not in it, so that a second run of the same command finds the file locked.
+    """
     shard, shards = job.settings.numbered_shard
-    return f"-{shard + number * shards}-of-{shards * devices}"
+    return f"-{shard + number * shards}-of-{shards * job.settings.devices}"
 
 
 @contextmanager

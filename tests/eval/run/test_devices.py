@@ -13,7 +13,7 @@ import torch
 
 from leank.eval.__main__ import run
 from leank.eval.inference.models import ModelConfig
-from leank.eval.rows import key_of, read
+from leank.eval.rows import Results, key_of, read
 from leank.eval.run import devices
 from leank.eval.run.build import composed
 from leank.eval.run.replay import Replay
@@ -87,6 +87,7 @@ def test_what_a_device_warns_of_is_said_once(evaluate, caplog):
         (lambda: torch.zeros(2) @ torch.zeros(3), ChildProcessError, "RuntimeError: .* with devices=1 says more"),
         (lambda: int("x"), ValueError, "invalid literal"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), ChildProcessError, "its process was ended by SIGKILL"),
+        (lambda: os._exit(0), ChildProcessError, "its process ended with 0"),
     ],
 )  # fmt: skip
 def test_a_device_that_fails_ends_all_and_the_same_command_goes_on(
@@ -126,9 +127,13 @@ def test_a_start_waits_for_no_process(monkeypatch):
 
 
 def test_costly_batches_go_first_to_whichever_device_is_free(evaluate, tmp_path, monkeypatch):
-    """Device 1 is slow in its first batch of twelve, and leaves the others to device 0, which waits for this one."""
+    """Device 1 is slow in its first batch of twelve, and leaves the others to device 0, which waits for this one.
+
+    Both files stay locked until the last batch is done: a second run of the same command is refused until then.
+    """
     monkeypatch.setattr("leank.eval.report.write_report", lambda *_: None)
-    answers, own = Replay.answers, [tmp_path / f"two/results-{number}-of-2.jsonl" for number in range(2)]
+    answers, close = Replay.answers, Results.close
+    own = [tmp_path / f"two/results-{number}-of-2.jsonl" for number in range(2)]
 
     begun = get_context("fork").Event()
 
@@ -142,7 +147,12 @@ def test_costly_batches_go_first_to_whichever_device_is_free(evaluate, tmp_path,
         assert begun.wait(60)
         return answers(self, *given)
 
+    def checked(self):
+        assert sum(len(file.read_text().splitlines()) for file in own) == 48
+        close(self)
+
     monkeypatch.setattr(Replay, "answers", slow)
+    monkeypatch.setattr(Results, "close", checked)
     assert evaluate("two", "devices=2", "benchmark.lengths=[320,400]") == 48
     assert [row["length"] for row in map(json.loads, own[0].read_text().splitlines())] == [400] * 20 + [320] * 24
     assert len(own[1].read_text().splitlines()) == 4
@@ -153,6 +163,16 @@ def test_devices_share_a_shard(evaluate, tmp_path, monkeypatch):
     monkeypatch.setattr("leank.eval.report.write_report", lambda *_: None)
     assert evaluate("all", "devices=2", "shard=1/2") + evaluate("all", "devices=2", "shard=0/2") == 24
     assert {file.name for file in (tmp_path / "all").glob("*.jsonl")} == {f"results-{i}-of-4.jsonl" for i in range(4)}
+
+
+def test_files_are_named_by_the_devices_asked_for(evaluate, tmp_path, monkeypatch):
+    """One batch starts one process, which finds the file of its number locked by a run of as many devices."""
+    monkeypatch.setattr("leank.eval.report.write_report", lambda *_: None)
+    one_batch = "devices=2", "benchmark.tasks=[niah_single_1]", "benchmark.samples=1"
+    with Results(tmp_path / "all", "-0-of-2"), pytest.raises(OSError, match=r"0-of-2\.jsonl is being written"):
+        evaluate("all", *one_batch)
+    assert evaluate("all", *one_batch) == 4
+    assert {file.name for file in (tmp_path / "all").glob("*.jsonl")} == {"results-0-of-2.jsonl"}
 
 
 def test_devices_that_are_not_there_are_refused(evaluate, monkeypatch):
