@@ -12,6 +12,7 @@ from leank.eval.cache.storage.eviction import HeavyHitters
 from leank.eval.cache.storage.middle import Middle
 from leank.eval.cache.storage.sizes import Sizes
 from leank.eval.methods.reads.double_sparsity import Labels
+from tests.oracles.attention import attention
 from tests.oracles.cache_attention import highest
 
 HEADS, DIM, GROUP, SIZES = 2, 8, 3, (2, 5, 3)
@@ -19,6 +20,21 @@ HEADS, DIM, GROUP, SIZES = 2, 8, 3, (2, 5, 3)
 
 def by_labels(labels, most, q, k):
     return highest(q[:, labels] @ k[:, labels].T, most)
+
+
+def test_a_prompt_reads_all_that_came_before_it():
+    """Whole, whatever the rules are: beside dense attention with a soft cap and an extra logit."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 12, DIM, generator=generator, dtype=torch.float64)
+    q = 2 * torch.randn(GROUP, 12, DIM, generator=generator, dtype=torch.float64)
+    head, beyond = Head(Rules(*SIZES, torch.arange(DIM) < 3)), (5.0, torch.randn(GROUP, generator=generator).double())
+    found = []
+    for at in range(12):
+        head.append(k[at], v[at])
+        found.append(head.attend(q[:, at], 0.5, *beyond))
+        head.flush()
+    want = attention(q[None], k[None, None], v[None, None], 0.5, None, *beyond)[0]
+    torch.testing.assert_close(torch.stack(found, 1), want)
 
 
 @pytest.mark.parametrize("prompt", [1, 7, 30])
