@@ -23,7 +23,7 @@ from leank_train.data import HELD_OUT, collate
 from leank_train.recipes import check
 from leank_train.recipes.paper import Stage1
 from leank_train.train import run
-from leank_train.verdict import MASK, NO_MIDDLE, STAGE1, TASKS, Kivi, Verdict, _divergences, equal, mixtures
+from leank_train.verdict import MASK, NO_MIDDLE, STAGE1, TASKS, Kivi, Verdict, _divergences, equal, judge, mixtures
 from tests.helpers.tiny_run import settings
 
 
@@ -144,6 +144,14 @@ def test_a_run_writes_its_verdict_and_a_doubted_mask_warns_when_it_is_loaded(mod
     for file in ("mask.safetensors", "masks/mask_90pct.safetensors", "stage1/mask_align4.safetensors"):
         with pytest.warns(UserWarning, match="it has collapsed"):
             assert ChannelMask.load(tmp_path / file).metadata["heldout_documents"] == found["documents"]
+
+
+def test_the_verdict_reads_as_many_different_documents_of_each_kind_as_it_says(model_folder):
+    config = check(settings(model_folder, "validation.heldout=2"))
+    backbone = backbones.load(str(model_folder), "float32")
+    keep = torch.rand(tuple(backbone.shape), generator=torch.Generator().manual_seed(0)) < 0.3
+    losses = judge(config, backbone, {MASK: ChannelMask(keep, {"ratio": 0.7})}).losses[MASK]
+    assert len({*losses[TASKS], *losses["text"]}) == 4
 
 
 FOLDERS = {name: Path(resolve(name)) for name in SHIPPED}
