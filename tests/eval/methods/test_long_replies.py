@@ -382,11 +382,11 @@ def test_whatever_the_attention_memory_is_bounded_and_both_ends_stay(reading, pe
         assert memory.total - memory.tables - memory.extra <= 2 * 2 * room * 2 * 8 * 4
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@pytest.mark.parametrize("name", ["h2o", "tova", "keydiff", "triattention", "rkv"])
+@settings(max_examples=2, deadline=None, derandomize=True)
 @given(
-    name=st.sampled_from(["h2o", "tova", "keydiff", "triattention", "rkv"]), sink=st.integers(0, 3),
-    window=st.integers(0, 9), flush=st.integers(1, 7), heavy=st.integers(0, 12), start=st.integers(2, 40),
-    less=st.integers(0, 39), ratio=st.sampled_from([0.0, 0.5]), seed=st.integers(0, 99),
+    sink=st.integers(0, 3), window=st.integers(0, 9), flush=st.integers(1, 7), heavy=st.integers(0, 12),
+    start=st.integers(2, 40), less=st.integers(0, 39), ratio=st.sampled_from([0.0, 0.5]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_no_step_of_a_reply_holds_more_than_the_budget(name, sink, window, flush, heavy, start, less, ratio, seed):
     """Tokens of a head: the budget, and those of the window that wait for the next flush, fewer than `flush`.
