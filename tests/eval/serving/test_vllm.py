@@ -378,7 +378,7 @@ def test_a_server_whose_engine_is_killed_under_load_ends_with_an_error(server):
 @pytest.mark.parametrize("of", ["mask", "layout"])
 def test_under_load_each_reply_is_the_one_without(tmp_path, layout, of):
     """Cancelled, behind a prefix hit, preempted and resumed, to the last token."""
-    given = ("--mask", str(layout), "--block-size", "64", "--memory", "40") if of == "layout" else ("--memory", "12")
+    given = ("--mask", str(layout), "--block-size", "64", "--memory", "40") if of == "layout" else ("--memory", "13")
     python(
         *("-m", "scripts.bench.serving_soak", str(tmp_path), "--seconds", "0", "--known", "8", "--requests", "24"),
         *given,
