@@ -53,7 +53,7 @@ def source(form: codes.Form) -> str:
 
 
 @functools.cache
-def library(folder: Path, form: codes.Form) -> ctypes.CDLL:
+def compiled(folder: Path, form: codes.Form) -> ctypes.CDLL:
     """The kernel in a form, compiled into a folder."""
     made = folder / f"{'-'.join(map(str, form))}.so"
     given = ["g++", "-O0", "-std=c++20", "-w", "-shared", "-fPIC", *form.defined()]
@@ -68,7 +68,7 @@ def launch(
     *others, of_pool = codes.arguments(of_warp, table, layer, queries, results, pool)
     tensors = [x for x in others if isinstance(x, ctypes.c_void_p)]
     numbers = [x for x in others if isinstance(x, ctypes.c_int)]
-    kernel = library(folder, codes.form_of(rows, cell, layer, queries, pool, packed))
+    kernel = compiled(folder, codes.form_of(rows, cell, layer, queries, pool, packed))
     kernel.run.restype = ctypes.c_bool
     outside = kernel.run(
         programs, codes.memory(of_warp, layer.index.shape[-1]), (ctypes.c_void_p * len(tensors))(*tensors),

@@ -329,7 +329,7 @@ def test_products_on_codes_on_a_cpu(codec, counts, group, dtype, compiled_folder
 def test_scales_of_all_words(dtype, compiled_folder):
     """Both of a pair, as `restore_packed` has them, NaN too; in bfloat16 2^-16 times as large."""
     half = dtype == torch.float16
-    scales = emulated.library(compiled_folder, codes.Form(64, 2, 2, 64, half, packed=True)).scales
+    scales = emulated.compiled(compiled_folder, codes.Form(64, 2, 2, 64, half, packed=True)).scales
     scales.argtypes, scales.restype = [ctypes.c_uint32], ctypes.c_uint32
     every = torch.arange(2**16)
     words = every[((every & 0x7C00) > 0) & ((every & 0x7C00) < 0x7C00) | (every == 0x7E00)]  # those that are written
